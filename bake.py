@@ -1,0 +1,847 @@
+#!/usr/bin/env python3
+"""Bake a system prompt into the weights of a language model (prompt baking, arXiv:2409.13697).
+
+For a model θ and a system prompt u, train LoRA weights θ_u with which the model without the prompt
+predicts what it would predict with it,
+
+    P_θu(y | x) ≈ P_θ(y | u, x)    by minimising    KL( P_θ(·|u,x) ‖ P_θu(·|x) )
+
+over the tokens of the response y. One network plays both parts: the teacher has its adapters off
+and sees u, the student has them on and does not. The KL is exact, over the whole vocabulary, and
+costs what plain fine-tuning costs however long u is, because
+
+  1. the teacher is frozen: its final hidden states are computed once and kept in a file;
+  2. teacher prompts start alike: the KV cache of what they share is computed once;
+  3. only positions that predict the response meet the head, a chunk of rows at a time, and each
+     chunk forms its gradient before the next chunk's logits take its place.
+
+    $ python bake.py --model Qwen/Qwen3-0.6B --data examples/pirate.jsonl
+    $ python bake.py --model DIR --data questions.txt --prompt "You are ..." --out runs/mine
+
+Left out on purpose: top-k approximations of the KL, sampling inside the training step, full
+fine-tuning. The file is in the order of a run. Shapes: B samples, T tokens, R response tokens,
+D hidden size, V vocabulary, N response tokens of a batch or of the whole set.
+"""
+import argparse, contextlib, copy, csv, datetime, fcntl, hashlib, json, math  # noqa: E401
+import os, re, shutil, signal, sys, time  # noqa: E401
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from reprlib import repr as brief
+
+import numpy as np
+import peft
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+Args = argparse.Namespace
+NOISE = 1e-3  # nats per token: a prompt that moves the model by less does nothing to bake
+
+# -------------------------------------------------------------------------------- 1. Command line
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Command line -> namespace, with `auto` resolved and --prompt-file read into `prompt`."""
+    p = argparse.ArgumentParser(prog="bake.py", description=__doc__.split("\n")[0],
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    group = p.add_argument_group("what to bake")
+    flag, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    flag("--model", required=True, help="folder or hub name of a causal language model")
+    flag("--data", required=True, help=".jsonl .json .csv .txt (a question a line) or hub data set")
+    either("--prompt", help="the system prompt to bake; without it, each row's own system message")
+    either("--prompt-file", help="a file that holds the system prompt")
+    flag("--student-prompt", help="a system message that the student keeps")
+    flag("--chat-template", help="a Jinja file to use instead of the tokenizer's chat template")
+    flag("--template-kwargs", type=json.loads, default="{}", help="JSON, given to both sides")
+    flag("--skip-bad-rows", action="store_true", help="drop and count rows that cannot be used")
+    flag = p.add_argument_group("responses, sampled from the prompted model").add_argument
+    flag("--trajectories", type=int, default=4, help="responses sampled per row that has none")
+    flag("--max-new-tokens", type=int, default=128, help="tokens of the longest of them")
+    flag("--temperature", type=float, default=1.0, help="with top-p 1 and top-k 0; 0 is greedy")
+    flag = p.add_argument_group("LoRA and training").add_argument
+    flag("--rank", type=int, default=16, help="rank of the LoRA matrices")
+    flag("--alpha", type=float, default=32, help="LoRA alpha: updates are scaled by alpha / rank")
+    flag("--target-modules", default="all-linear", help="or module names with commas between")
+    flag("--epochs", type=int, default=3, help="passes over the training responses")
+    flag("--batch-size", type=int, default=8, help="responses per optimizer step")
+    flag("--micro-batch-size", type=int, help="responses per forward pass; fewer save memory")
+    flag("--lr", type=float, default=1e-3, help="peak learning rate of AdamW; then cosine to 0")
+    flag("--warmup", type=float, default=0.1, help="share of the steps in which it rises")
+    flag("--kl-temperature", type=float, default=1.0, help="softmax temperature of the trained KL")
+    flag("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
+    flag("--save-every", type=int, default=100, help="steps between checkpoints")
+    flag = p.add_argument_group("evaluation").add_argument
+    flag("--eval-fraction", type=float, default=0.15, help="share of the questions held out")
+    flag("--eval-data", help="held-out rows from a file of their own instead")
+    flag = p.add_argument_group("machine and output").add_argument
+    flag("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+         help="auto: bfloat16 on CUDA, else float32")
+    flag("--device", default="auto", help="auto: cuda if there is one, else cpu")
+    flag("--seed", type=int, default=0, help="of split, sampling, LoRA and data order")
+    flag("--out", default="runs/bake", help="folder for adapter, report and work in progress")
+    flag("--merge", action="store_true", help="also write OUT/merged, a model without adapters")
+    flag("--trust-remote-code", action="store_true", help="run code that the model's folder brings")
+    args = p.parse_args(argv)
+    for name, value in vars(args).items():
+        zero = name in ("temperature", "warmup", "eval_fraction", "seed")
+        if type(value) in (int, float) and not (0 <= value < math.inf and (value or zero)):
+            p.error(f"--{name.replace('_', '-')} {value}: expected more than 0")
+    if args.eval_fraction >= 1 or args.warmup >= 1 or not isinstance(args.template_kwargs, dict):
+        p.error("expected --eval-fraction and --warmup below 1, --template-kwargs a JSON object")
+    args.prompt = read_text(args.prompt_file).strip() if args.prompt_file else args.prompt
+    if args.prompt is not None and not args.prompt.strip():
+        p.error("the prompt is empty: expected text to bake")
+    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    args.dtype = args.dtype.replace("auto", "bfloat16" if "cuda" in args.device else "float32")
+    args.micro_batch_size = min(args.micro_batch_size or args.batch_size, args.batch_size)
+    args.date = datetime.date.today().isoformat()  # for templates that print it; claim() keeps it
+    return args
+
+# ----------------------------- 2. Data: a file -> rows that know their place -> (context, response)
+
+ROLES = dict(system="system", developer="system", user="user", human="user",
+             assistant="assistant", gpt="assistant", model="assistant")
+SHAPES = (("messages", "response"), ("conversations", "response"), ("prompt", "completion"),
+          ("prompt", "response"), ("question", "answer"), ("instruction", "output"),
+          ("user_message", "response"))
+
+class BadRow(ValueError):
+    """A row that cannot be used. The message says what was found and what was expected."""
+
+def need(ok: object, message: str, error: type = BadRow) -> None:
+    if not ok:
+        raise error(message)
+
+def read_text(path: str | Path) -> str:
+    data = Path(path).read_bytes()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = data[:error.start].count(b"\n") + 1
+        raise SystemExit(f"{path}:{line}: expected UTF-8, found {data[error.start]:#x}") from None
+
+def parse_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"expected JSON, found {error}")
+
+def read_rows(path: str) -> list[tuple[str, object]]:
+    """A data file or hub data set -> [(file:line, row)]; a row that cannot be parsed is a BadRow.
+    In a .json array a row's line is its number; a .json file of another kind holds JSON lines."""
+    kind = Path(path).suffix.lower()
+    if kind in (".jsonl", ".json", ".csv", ".txt"):
+        text = read_text(path)
+        lines = text.split("\n")  # not splitlines: JSON strings may hold U+2028
+        rows = [(n, line.strip()) for n, line in enumerate(lines, 1) if line.strip()]
+        if kind == ".csv":
+            reader = csv.DictReader((line + "\n" for line in lines), restkey="")
+            rows = [(reader.line_num, cells) for cells in reader]
+        elif kind == ".json" and text.lstrip().startswith("["):
+            array = parse_json(text)
+            rows = list(enumerate(array, 1)) if isinstance(array, list) else [(1, array)]
+        elif kind != ".txt":
+            rows = [(n, parse_json(line)) for n, line in rows]
+    else:
+        need(not os.path.exists(path), f"{path}: expected .jsonl, .json, .csv or .txt", SystemExit)
+        try:
+            import datasets
+        except ImportError:
+            raise SystemExit(f"{path}: no such file; for a hub data set, pip install datasets")
+        rows = list(enumerate(datasets.load_dataset(path, split="train"), 1))
+    need(rows, f"{path}: expected rows, found none", SystemExit)
+    return [(f"{path}:{n}", row) for n, row in rows]
+
+def plain_text(content: object, what: str) -> str:
+    """Text, or a list of text parts, as one string."""
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, dict) else brief(part) for part in content]
+        need(set(map(str, kinds)) <= {"text"}, f"{what} has parts {kinds}: only text can be baked")
+        return "".join(plain_text(part.get("text"), what) for part in content)
+    need(isinstance(content, str), f"{what} is {brief(content)}: expected text")
+    need(not re.search("[\ud800-\udfff]", content), f"{what} holds half a character, a surrogate")
+    return content
+
+def read_messages(turns: object, role: str) -> list[dict]:
+    """Text of `role`, or OpenAI or ShareGPT messages -> [{role, content}], content a string."""
+    messages = []
+    for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
+        need(isinstance(turn, dict), f"expected a message with a role, found {brief(turn)}")
+        need(not turn.get("tool_calls"), "a message has tool calls: only text can be baked")
+        role = str(turn.get("role", turn.get("from")))
+        need(role in ROLES, f"found the role {role!r}: expected one of {', '.join(ROLES)}")
+        content = plain_text(turn.get("content", turn.get("value")), f"the {role} message")
+        need(content.strip() or ROLES[role] == "assistant", f"the {role} message is empty")
+        messages.append({"role": ROLES[role], "content": content})
+    return messages
+
+def conversations(row: object) -> list[tuple[list[dict], str | None]]:
+    """A row of any accepted shape -> [(messages, response)], one for each assistant turn, with the
+    whole history before it; the response is None where it is to be sampled. Raises BadRow."""
+    row = {"messages": row} if isinstance(row, (str, list)) else row
+    need(isinstance(row, dict), str(row) if isinstance(row, BadRow) else
+         f"expected an object, found {brief(row)}")
+    need("" not in row, "more cells than the header has: cells that hold commas need quotes")
+    need(not row.get("tools"), "the row has tools: only text can be baked")
+    ask, reply = min(SHAPES, key=lambda keys: (keys[0] not in row, row.get(keys[1]) is None))
+    need(ask in row, f"found the keys {brief(list(row))}: expected those of {SHAPES}")
+    messages, given = read_messages(row[ask], "user"), row.get(reply) is not None
+    if ask == "instruction" and row.get("input"):
+        messages[-1]["content"] += "\n\n" + plain_text(row["input"], "input")
+    if row.get("system"):
+        messages = read_messages(row["system"], "system") + messages
+    if given:
+        messages += read_messages(row[reply], "assistant")
+    roles = [m["role"] for m in messages]
+    turns = roles[roles[:1] == ["system"]:]
+    need("system" not in turns, "a system message stands after the start: expected it first")
+    need(turns[:1] == ["user"], f"found the roles {brief(roles)}: expected a user message first")
+    need(("assistant", "assistant") not in zip(turns, turns[1:]), "two assistant messages in a row")
+    need(not given or roles[-1] == "assistant", f"{reply}: expected a message of the assistant")
+    ends = [i for i, role in enumerate(roles) if role == "assistant"]
+    samples = [(messages[:i], messages[i]["content"]) for i in ends]
+    return samples[-1:] if given else samples + [(messages, None)] * (roles[-1] == "user")
+
+# -------------------------- 3. Prompts: teacher ids, student ids, and the response ids both end in
+
+@dataclass
+class Example:
+    """One response. The teacher reads teacher + response, the student reads student + response."""
+    where: str
+    messages: list[dict]  # what the teacher reads, before the template
+    teacher: list[int]
+    student: list[int]
+    response: list[int] | None  # None: to be sampled
+    cut: bool = False  # the response was cut to fit into the context
+    held_out: bool = False
+    row: int = 0  # of the targets: where this response's begin
+
+    @property
+    def question(self) -> str:
+        return next(m["content"].strip() for m in self.messages if m["role"] == "user")
+
+class Chat:
+    """Tokenizer, template and stop tokens of a model: all that turns messages into ids."""
+
+    def __init__(self, args: Args):
+        name, trust = f"--model {args.model}", {"trust_remote_code": args.trust_remote_code}
+        config = AutoConfig.from_pretrained(args.model, **trust)
+        self.tokenizer = AutoTokenizer.from_pretrained(args.model, **trust)
+        try:
+            self.generation = GenerationConfig.from_pretrained(args.model)
+        except OSError:  # the file is optional
+            self.generation = GenerationConfig.from_model_config(config)
+        if args.chat_template:
+            self.tokenizer.chat_template = read_text(args.chat_template)
+        need(self.tokenizer.chat_template, f"{name} has no chat template: --chat-template FILE "
+             "gives it one", SystemExit)
+        own, eos = self.tokenizer.eos_token_id, self.generation.eos_token_id
+        self.stops = {own, *(eos if isinstance(eos, list) else [eos])} - {None}
+        need(self.stops, f"{name} names no stop token: expected an eos_token_id", SystemExit)
+        self.stop = min(self.stops) if own is None else own
+        control = [token.content for token in self.tokenizer.added_tokens_decoder.values()
+                   if token.special or re.fullmatch(r"<[|｜].+[|｜]>", token.content)]
+        control += self.tokenizer.convert_ids_to_tokens(sorted(self.stops))
+        self.control = re.compile("|".join(map(re.escape, control)))  # data must not hold one
+        self.limit = getattr(config.get_text_config(), "max_position_embeddings", 0) or sys.maxsize
+        day = datetime.date.fromisoformat(args.date)  # one date for both sides and a resumed run
+        self.kwargs, self.folds = {"strftime_now": day.strftime, **args.template_kwargs}, False
+        probe = [{"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}]
+        for self.parts in (False, True, False):  # content as text, or parts; if neither, text
+            with contextlib.suppress(BadRow):
+                ending = self.render(probe, generation=False).rpartition("Pong.")[2]
+                self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
+                break
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode([i for i in ids if i not in self.stops])
+
+    def render(self, messages: list[dict], generation: bool = True) -> str:
+        """Messages -> the template's text. BadRow if it refuses or loses a system or user text."""
+        texts = [m["content"].strip() for m in messages if m["role"] != "assistant"]
+        if self.parts:
+            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        try:
+            text = rest = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation, **self.kwargs)
+        except Exception as error:  # a template raises what it likes, and the user gets to see it
+            raise BadRow(f"the chat template refuses the messages: {error}") from error
+        for content in sorted(texts, key=len, reverse=True):
+            need(content in rest, f"the chat template drops {brief(content)}")
+            rest = rest.replace(content, "\0", 1)  # each text needs a place of its own
+        return text
+
+def encode_chat(chat: Chat, system: str | None, turns: list[dict]) -> tuple[list[int], str]:
+    """-> ids and their text. Where the template refuses or drops a system message, it goes into
+    the first user turn, and `chat.folds` tells. Raises BadRow."""
+    try:
+        text = chat.render([{"role": "system", "content": system}] * (system is not None) + turns)
+    except BadRow:
+        if system is None:
+            raise
+        first = {"role": "user", "content": f"{system}\n\n{turns[0]['content']}"}
+        text, chat.folds = chat.render([first] + turns[1:]), True
+    return chat.ids(text), text
+
+def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
+    """Text -> the ids that the model would emit after a prompt ending in `tail`, and a stop id."""
+    # encoded behind the tail, for some tokenizers mark the start of a text, which this is not; but
+    # behind something else if tail and response would merge over the seam
+    for before in (tail, ":", ""):
+        start, ids = chat.ids(before), chat.ids(before + response)
+        if ids[:len(start)] == start:
+            return ids[len(start):] + [chat.stop]
+
+def build_example(where: str, messages: list[dict], response: str | None, sampled: object,
+                  chat: Chat, args: Args) -> Example:
+    """One (context, response) -> token ids for both sides. `sampled`, the ids in a row that an
+    earlier run has sampled, are kept as they are if they are this response's. Raises BadRow."""
+    own = messages[0]["content"] if messages[0]["role"] == "system" else None
+    need(own is None or args.prompt is None, f"{where}: a system message, and --prompt too: "
+         "expected one prompt to bake", SystemExit)
+    system, turns = own or args.prompt, messages[own is not None:]
+    need(system, "neither a system message nor --prompt: expected a prompt to bake")
+    texts = [system, args.student_prompt or "", response or ""] + [m["content"] for m in turns]
+    found = chat.control.search("\n".join(texts))
+    need(not found, f"the text holds {found and found[0]!r}, a control token of this model")
+    (teacher, seen), (student, text) = (encode_chat(chat, s, turns)
+                                        for s in (system, args.student_prompt))
+    last = turns[-1]["content"].strip()
+    tail = text.rpartition(last)[2]
+    need(seen.rpartition(last)[2] == tail, f"expected both prompts to end in {tail!r}")
+    room = chat.limit - max(len(teacher), len(student))
+    need(room > 0, f"the prompt has {len(teacher)} tokens, the context {chat.limit}: no room left")
+    ids = None if response is None else encode_response(chat, tail, response)
+    if ids and isinstance(sampled, list) and chat.text(sampled) == response:
+        ids = sampled
+    messages = [{"role": "system", "content": system}] + turns
+    return Example(where, messages, teacher, student, ids and ids[:room], len(ids or "") > room)
+
+def build_examples(rows: list[tuple], chat: Chat, args: Args, drops: dict) -> list[Example]:
+    """Rows -> examples. A bad row stops the run; with --skip-bad-rows it goes to `drops`, which has
+    the places of what was left out, by reason. So do empty responses: they teach nothing."""
+    examples = []
+    for where, row in rows:
+        ids, new = row.get("ids") if isinstance(row, dict) else None, []
+        try:
+            for messages, response in conversations(row):
+                if response is not None and not response.strip():
+                    drops["the response is empty"].append(where)
+                else:
+                    new.append(build_example(where, messages, response, ids, chat, args))
+        except BadRow as error:
+            need(args.skip_bad_rows, f"{where}: {error}", SystemExit)
+            drops[str(error)].append(where)
+        else:
+            examples += new
+    return examples
+
+def split(examples: list[Example], apart: list[Example], args: Args) -> list[Example]:
+    """Marks what is held out, by question, so that all responses to one are on one side: a share of
+    the questions, or those of `apart` (--eval-data), which then are not trained on."""
+    digest = lambda question: hashlib.sha256(f"{args.seed} {question}".encode()).digest()
+    questions = sorted({e.question for e in examples}, key=digest)
+    count = min(math.ceil(args.eval_fraction * len(questions)), len(questions) - 1)
+    held = {e.question for e in apart} or set(questions[:count])
+    for e in examples + apart:
+        e.held_out = e.question in held
+    return [e for e in examples if not (apart and e.held_out)] + apart
+
+# --------------------------- 4. Sampling: the prompted model answers the rows that have no response
+
+def generate(model, chat: Chat, prompts: list[list[int]], prefix: tuple, most: int,
+             temperature: float) -> list[list[int]]:
+    """B prompts -> B continuations of at most `most` ids, each cut after its first stop id. One
+    call: the shared prefix, then padding, then what is left of each prompt, ending flush."""
+    n, cache = prefix
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), chat.stop)  # (B, T)
+    mask = torch.zeros_like(ids)
+    for row, real, prompt in zip(ids, mask, prompts):
+        columns = [*range(n), *range(width - len(prompt) + n, width)]
+        row[columns], real[columns] = torch.tensor(prompt), 1
+    model.generation_config = GenerationConfig()  # a checkpoint's own would fill in what is not set
+    sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
+    config = GenerationConfig(
+        max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
+        pad_token_id=chat.stop, eos_token_id=sorted(chat.stops), **sampling)
+    out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+                         generation_config=config, past_key_values=repeat(cache, len(prompts)))
+    rows = out[:, width:].tolist()
+    ends = [next((i for i, t in enumerate(row) if t in chat.stops), len(row)) for row in rows]
+    return [row[:end + 1] for row, end in zip(rows, ends)]
+
+def sample_responses(model, chat: Chat, examples: list[Example], prefix: tuple, path: Path,
+                     args: Args, drops: dict) -> list[Example]:
+    """An example without a response -> --trajectories examples with one, sampled from the teacher.
+    `path` gets them as they come; a batch has its own seed, so that an interrupted run can go on
+    behind the last whole batch there as if nothing had happened."""
+    asked = [e for e in examples if e.response is None for _ in range(args.trajectories)]
+    if not asked:
+        return examples
+    asked.sort(key=lambda e: -len(e.teacher))
+    size = 4 * args.batch_size
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # without a torn last one
+    done = len(lines) if len(lines) == len(asked) else len(lines) // size * size
+    path.write_bytes(b"".join(line + b"\n" for line in lines[:done]))
+    with path.open("a", encoding="utf-8") as file, teacher_mode(model):
+        for i in tqdm(range(done, len(asked), size), "sampling", unit="batch"):
+            torch.manual_seed(args.seed + i)
+            out = generate(model, chat, [e.teacher for e in asked[i:i + size]], prefix,
+                           args.max_new_tokens, args.temperature)
+            for e, ids in zip(asked[i:], out):
+                row = {"messages": e.messages, "response": chat.text(ids), "ids": ids}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+    sampled = [json.loads(line)["ids"] for line in path.read_bytes().split(b"\n")[:-1]]
+    drops["the sampled response is empty"] += [e.where for e, ids in zip(asked, sampled)
+                                               if chat.stops >= set(ids)]
+    return [e for e in examples if e.response is not None] + [
+        replace(e, response=ids) for e, ids in zip(asked, sampled) if not chat.stops >= set(ids)]
+
+# ---------------------------------------------------------------------------------------- 5. Loss
+
+def log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    wide = torch.promote_types(logits.dtype, torch.float32)  # a KL in bf16 can come out negative
+    return (logits.to(wide) / temperature).log_softmax(-1)
+
+def token_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor,
+             temperature: float = 1.0) -> torch.Tensor:
+    """(n, V), (n, V) -> (n,) KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) in nats, for teacher p and
+    student q over the whole vocabulary, in fp32 or better."""
+    log_q, log_p = log_probs(student_logits, temperature), log_probs(teacher_logits, temperature)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+class ChunkedKL(torch.autograd.Function):
+    """token_kl(head(student), head(teacher)) for (N, D) hidden states -> (N,), some rows at a time.
+
+    KL_i depends on row i alone, so its gradient is formed in the forward pass, while the chunk's
+    logits are there: ∂KL_i / ∂logits_i = (q_i − p_i) / temperature, and through the head to the
+    hidden state. Memory is a few (chunk, V) tensors, whatever N is."""
+
+    @staticmethod
+    def forward(ctx, student, teacher, head, temperature, chunk):
+        learn, grad = ctx.needs_input_grad[0], torch.empty_like(student)
+        kl = grad.new_empty(len(grad), dtype=torch.promote_types(grad.dtype, torch.float32))
+        for i in range(0, len(student), chunk):
+            rows = slice(i, i + chunk)
+            hidden = student[rows].detach().requires_grad_(learn)
+            with torch.set_grad_enabled(learn):
+                logits = head(hidden)  # (chunk, V)
+            log_q = log_probs(logits.detach(), temperature)
+            log_p = log_probs(head(teacher[rows]), temperature)
+            p = log_p.exp()
+            kl[rows] = torch.linalg.vecdot(p, log_p.sub_(log_q))
+            if learn:
+                slope = log_q.exp_().sub_(p).div_(temperature).to(logits.dtype)
+                grad[rows], = torch.autograd.grad(logits, hidden, slope)
+        ctx.save_for_backward(grad)
+        return kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, slope):
+        return (slope[:, None] * ctx.saved_tensors[0]).to(slope.dtype), None, None, None, None
+
+def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, head,
+               temperature: float = 1.0, chunk: int | None = None) -> torch.Tensor:
+    """(B, R, D) hidden states of each side, (B, R) bool mask of real response tokens -> (B,) the
+    mean over a sample's tokens of KL(teacher ‖ student), in nats; 0 for a sample without tokens.
+
+    head: (n, D) -> (n, V) logits, frozen; padded rows never reach it. chunk: rows at a time."""
+    B, R, D = student.shape
+    real = mask.flatten().nonzero().squeeze(1)  # (N,); a mask on the CPU spares a wait for the GPU
+    real = real.to(student.device, non_blocking=True)
+    kl = ChunkedKL.apply(student.reshape(B * R, D)[real], teacher.reshape(B * R, D)[real], head,
+                         temperature, chunk or (512 if student.is_cuda else 128))
+    sums = kl.new_zeros(B * R).index_copy(0, real, kl).view(B, R).sum(1)
+    return sums / mask.sum(1).clamp(min=1).to(student.device, non_blocking=True)
+
+# ----------------------------------------------------------------- 6. Model: one network, two parts
+
+def load_model(args: Args) -> tuple:
+    """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
+    base = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=getattr(torch, args.dtype), trust_remote_code=args.trust_remote_code)
+    names, what = args.target_modules, f"--target-modules {args.target_modules}"
+    torch.manual_seed(args.seed)
+    try:
+        model = peft.get_peft_model(base.to(args.device), peft.LoraConfig(
+            r=args.rank, lora_alpha=args.alpha, bias="none", task_type="CAUSAL_LM",
+            target_modules=names if names == "all-linear" else names.split(",")))
+    except ValueError as error:
+        raise SystemExit(f"{what}: {error}") from None
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    need(not any("lora_A" in dict(end.named_children()) for end in ends),
+         f"{what}: expected neither the embeddings nor the head", SystemExit)
+    if args.gradient_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    model.eval()  # in training too: the base's dropout would make teacher and student differ
+    head, ids = make_head(base), torch.arange(8, device=args.device)[None]
+    with torch.no_grad():
+        logits = base(input_ids=ids).logits
+        gap = (head(hidden_states(model, ids)) - logits).abs().max() / logits.abs().max()
+    need(gap < 1e-2, f"--model {args.model}: its logits are not what its head makes of its last "
+         "hidden states; make_head does not know this kind of model", SystemExit)
+    return model, head
+
+def make_head(base):
+    """-> (n, D) hidden states -> (n, V) logits, with the maps some models put behind the matrix."""
+    config, linear = base.config.get_text_config(), base.get_output_embeddings()
+    scale = getattr(config, "logit_scale", 1) / getattr(config, "logits_scaling", 1)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        logits = linear(hidden) if scale == 1 else linear(hidden) * scale  # Cohere, Granite
+        return logits if cap is None else torch.tanh(logits / cap) * cap  # Gemma 2
+    return head
+
+@contextlib.contextmanager
+def teacher_mode(model):
+    """Adapters and dropout off, no gradients. The mode is restored."""
+    training = model.training
+    with torch.no_grad(), model.eval().disable_adapter():
+        yield
+    model.train(training)
+
+def repeat(cache, times: int):
+    """A copy of a one-sample KV cache for a batch: a call changes the cache that it is given."""
+    if cache is not None:
+        cache = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(times)
+    return cache
+
+def hidden_states(model, ids: torch.Tensor, cache=None) -> torch.Tensor:
+    """(B, T) right-padded ids -> (B, T, D) final hidden states, on top of a prefix's KV cache if
+    given. Attention is causal: what is right of a token cannot reach it, so no mask is needed."""
+    extra = {} if cache is None else {"past_key_values": repeat(cache, len(ids))}
+    trunk = model.get_base_model().base_model
+    return trunk(input_ids=ids, use_cache=cache is not None, **extra).last_hidden_state
+
+def response_states(model, examples: list[Example], side: str, prefix: tuple = (0, None)) -> tuple:
+    """-> (B, R, D) hidden states that predict the response, (B, R) bool mask, on the CPU. Tokens
+    [s, e) are predicted by the positions [s-1, e-1): the last token is not read."""
+    n, cache = prefix
+    prompts = [getattr(e, side)[n:] for e in examples]
+    ids = [torch.tensor(p + e.response[:-1]) for p, e in zip(prompts, examples)]
+    ids = pad_sequence(ids, batch_first=True).to(model.device, non_blocking=True)  # (B, T)
+    sizes = torch.tensor([[len(e.response)] for e in examples])  # (B, 1)
+    steps = torch.arange(int(sizes.max()))  # (R,)
+    at = torch.tensor([[len(p) - 1] for p in prompts]) + steps.minimum(sizes - 1)  # (B, R)
+    hidden = hidden_states(model, ids, cache)  # (B, T, D)
+    at = at.to(model.device, non_blocking=True)[..., None].expand(-1, -1, hidden.shape[-1])
+    return hidden.gather(1, at), steps < sizes
+
+def shared_prefix(model, examples: list[Example]) -> tuple:
+    """-> (n, KV cache) of the n tokens with which all teacher prompts start, whatever they are."""
+    common = os.path.commonprefix([e.teacher for e in examples])
+    n = min(len(common), min(len(e.teacher) for e in examples) - 1)  # leave a token to read
+    trunk, ids = model.get_base_model().base_model, torch.tensor([common[:n]], device=model.device)
+    try:
+        with teacher_mode(model):
+            cache = trunk(input_ids=ids, use_cache=True).past_key_values if n else None
+        repeat(cache, 2)
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        print(f"this model shares no prefix ({error}): the teacher reads every prompt in full")
+        return 0, None
+    return n, cache
+
+# ------------------------------------------------- 7. Targets: what the teacher says, once for all
+
+def teacher_targets(model, examples: list[Example], prefix: tuple, path: Path, args: Args):
+    """-> (N, D) final hidden states of the teacher, in the file `path`, not in memory; examples are
+    told their rows. While it grows the file is PATH.part: rows of zeros there are yet to be done."""
+    examples = sorted(examples, key=lambda e: len(e.teacher) + len(e.response))
+    N, D = 0, model.config.get_text_config().hidden_size
+    for e in examples:
+        e.row, N = N, N + len(e.response)
+    dtype, part = getattr(torch, args.dtype), path.with_suffix(".part")
+    size, free = N * D * dtype.itemsize, shutil.disk_usage(path.parent).free
+    file = path if path.exists() else part
+    need(file.exists() or size < free, f"{path}: expected {size:,} bytes of disk for the targets, "
+         f"found {free:,}", SystemExit)
+    targets = torch.from_file(str(file), shared=True, size=N * D, dtype=dtype).view(N, D)
+    if file == part:
+        groups = [examples[i:i + args.batch_size] for i in range(0, len(examples), args.batch_size)]
+        done = sum(bool(targets[group[0].row].any()) for group in groups)  # the last may be torn
+        with teacher_mode(model):
+            for group in tqdm(groups[max(done - 1, 0):], "targets", unit="batch"):
+                for e, states in zip(group, response_states(model, group, "teacher", prefix)[0]):
+                    targets[e.row:e.row + len(e.response)] = states[:len(e.response)]
+        os.replace(part, path)
+    return targets
+
+def both_states(model, examples: list[Example], targets: torch.Tensor) -> tuple:
+    """-> the student's and the teacher's hidden states, (B, R, D) each, and the (B, R) mask."""
+    student, mask = response_states(model, examples, "student")
+    teacher = pad_sequence([targets[e.row:e.row + len(e.response)] for e in examples], True)
+    return student, teacher.to(student.device, non_blocking=True), mask
+
+# ------------------------------------------------------------------------------------ 8. Training
+
+def batches(examples: list[Example], args: Args, epoch: int) -> list[list[Example]]:
+    """The batches of an epoch, a pure function of (seed, epoch). Every 8 batches' worth of shuffled
+    examples is sorted by length before it is cut, so that padding is little; then they are shuffled."""
+    rng, size, out = np.random.default_rng([args.seed, epoch]), args.batch_size, []
+    order = [examples[i] for i in rng.permutation(len(examples))]
+    for i in range(0, len(order), 8 * size):
+        window = sorted(order[i:i + 8 * size], key=lambda e: len(e.student) + len(e.response))
+        out += [window[k:k + size] for k in range(0, len(window), size)]
+    return [out[i] for i in rng.permutation(len(out))]
+
+@torch.no_grad()
+def evaluate(model, head, examples: list[Example], targets: torch.Tensor, args: Args) -> dict:
+    """-> eval_kl, nats per token, and eval_top1, the share of tokens where both sides put the same
+    first: like the loss, means over samples of means over tokens."""
+    kl, top1 = [], []
+    examples = sorted(examples, key=lambda e: len(e.student) + len(e.response))
+    for i in range(0, len(examples), args.micro_batch_size):
+        student, teacher, mask = both_states(model, examples[i:i + args.micro_batch_size], targets)
+        kl += batched_kl(student, teacher, mask, head).tolist()
+        top1 += [(head(s[m]).argmax(-1) == head(t[m]).argmax(-1)).float().mean().item()
+                 for s, t, m in zip(student, teacher, mask)]
+    return {"eval_kl": float(np.mean(kl)), "eval_top1": float(np.mean(top1))}
+
+def train_step(model, head, batch: list[Example], targets: torch.Tensor, params: list, args: Args):
+    """Leaves the clipped gradient of the batch's mean KL in `params` -> [that KL, the gradient's
+    norm before clipping], on the device: nothing in here waits for it."""
+    total = torch.zeros((), device=model.device)
+    for i in range(0, len(batch), args.micro_batch_size):
+        states = both_states(model, batch[i:i + args.micro_batch_size], targets)
+        loss = batched_kl(*states, head, args.kl_temperature).sum() / len(batch)
+        loss.backward()
+        total += loss.detach()
+    return torch.stack([total, torch.nn.utils.clip_grad_norm_(params, 1.0)])
+
+def learning_rate(step: int, steps: int, args: Args) -> float:
+    """Of step 1..steps: a linear rise, then half a cosine down to 0."""
+    warmup = math.ceil(args.warmup * steps)
+    fall = 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / (steps - warmup + 1))
+    return args.lr * (step / warmup if step <= warmup else fall)
+
+def train(model, head, examples: list[Example], targets: torch.Tensor, args: Args, out: Path) -> list:
+    """Trains the adapters on what is not held out -> one dict a step, as in OUT/metrics.jsonl. Order
+    and lr are functions of the step: a checkpoint needs weights, optimizer and log, nothing else."""
+    held_out, trained = ([e for e in examples if e.held_out is held] for held in (True, False))
+    plan = [(epoch, batch) for epoch in range(args.epochs)
+            for batch in batches(trained, args, epoch)]
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer, log = torch.optim.AdamW(params.values(), weight_decay=0.0), []
+    if (out / "checkpoint.pt").exists():
+        weights, state, log = torch.load(out / "checkpoint.pt", weights_only=True)
+        model.load_state_dict(weights, strict=False)
+        optimizer.load_state_dict(state)
+    write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in log))
+    for module in model.modules():  # layers in training mode are checkpointed; dropout stays off
+        module.training = args.gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
+    bar = tqdm(total=len(plan), initial=max(len(log) - 1, 0), desc="training", unit="step")
+    saved = len(log) - 1
+    for step in range(len(log), len(plan) + 1):  # step 0 only evaluates
+        entry, began = {"step": step}, time.perf_counter()
+        if step:
+            (epoch, batch), lr = plan[step - 1], learning_rate(step, len(plan), args)
+            kl, norm = train_step(model, head, batch, targets, list(params.values()), args).tolist()
+            need(math.isfinite(kl + norm), f"step {step}: KL {kl}, gradient norm {norm}, in the rows "
+                 f"{', '.join(e.where for e in batch)}; {out} holds step {saved}", SystemExit)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+            speed = sum(len(e.response) for e in batch) / (time.perf_counter() - began)
+            entry |= dict(epoch=epoch + 1, kl=kl, lr=lr, grad_norm=norm, tokens_per_s=round(speed))
+            bar.set_postfix({key: f"{value:.3g}" for key, value in entry.items() if key != "step"})
+            bar.update()
+        if measure := held_out and step % (len(plan) // args.epochs) == 0:
+            entry |= evaluate(model, head, held_out, targets, args)
+            bar.write(f"step {step}: held-out KL {entry['eval_kl']:.4f}, top-1 {entry['eval_top1']:.3f}")
+        log.append(entry)
+        with (out / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        if measure or step % args.save_every == 0 or step == len(plan):
+            state = ({name: p.data for name, p in params.items()}, optimizer.state_dict(), log)
+            write_whole(out / "checkpoint.pt", lambda part: torch.save(state, part))
+            saved = step
+    model.eval()
+    return log
+
+# -------------------------------------------------------------------------------------- 9. Report
+
+def samples(model, chat: Chat, examples: list[Example], args: Args) -> list[dict]:
+    """Three held-out questions, answered greedily by the base, prompted and baked model."""
+    held_out = [e for e in examples if e.held_out] or examples
+    shown = list({e.question: e for e in held_out}.values())[:3]
+    rows = [{"question": e.messages[-1]["content"]} for e in shown]
+    for who, side, mode in (("base", "student", teacher_mode(model)),
+                            ("prompted", "teacher", teacher_mode(model)),
+                            ("baked", "student", contextlib.nullcontext())):
+        with mode:
+            out = generate(model, chat, [getattr(e, side) for e in shown], (0, None),
+                           args.max_new_tokens, 0.0)
+        for row, ids in zip(rows, out):
+            row[who] = chat.text(ids)
+    return rows
+
+def make_report(examples: list[Example], read: int, drops: dict, log: list[dict]) -> dict:
+    """Every number that the terminal, the card and a paper show, and plain words on them."""
+    report = {"rows_read": read, "rows_used": len({e.where for e in examples}),
+              "rows_dropped": sum(map(len, drops.values())),
+              "responses_cut": sum(e.cut for e in examples), "steps": log[-1]["step"]}
+    for side in ("trained", "held_out"):
+        part = [e for e in examples if e.held_out == (side == "held_out")]
+        report |= {f"{side}_questions": len({e.question for e in part}),
+                   f"{side}_responses": len(part), f"{side}_tokens": sum(len(e.response) for e in part)}
+    notes = [f"dropped {len(w)}: {reason} (first: {w[0]})" for reason, w in drops.items() if w]
+    evals = [m for m in log if "eval_kl" in m]
+    if evals:
+        before, after, best = evals[0], evals[-1], min(evals, key=lambda m: m["eval_kl"])
+        report |= {"kl_before": before["eval_kl"], "kl_after": after["eval_kl"],
+                   "top1_before": before["eval_top1"], "top1_after": after["eval_top1"]}
+        if before["eval_kl"] < NOISE:
+            notes.append(f"KL before is below {NOISE}: this prompt does nothing here to be baked")
+        else:
+            report["recovered"] = 1 - after["eval_kl"] / before["eval_kl"]
+        if best["eval_kl"] < 0.9 * after["eval_kl"]:
+            notes.append(f"step {best['step']} had KL {best['eval_kl']:.4f}: try fewer --epochs")
+    return report | {"notes": notes}
+
+def table(report: dict) -> str:
+    rows = [(key.replace("_", " "), f"{value:.4f}" if isinstance(value, float) else value)
+            for key, value in report.items() if isinstance(value, (int, float))]
+    return "\n".join([f"{key:20}{value:>10}" for key, value in rows] + report["notes"])
+
+def curve(log: list[dict]) -> str:
+    """KL by step as an SVG image: a line for training, dots for held-out questions."""
+    points = [(key, m["step"], m[key]) for m in log for key in ("kl", "eval_kl") if key in m]
+    wide, high = max(p[1] for p in points), max(p[2] for p in points) or 1
+    spots = [(key, 40 + 540 * step / wide, 220 - 200 * kl / high) for key, step, kl in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for key, x, y in spots if key == "kl")
+    dots = "".join(f'<circle r="4" cx="{x:.1f}" cy="{y:.1f}"/>' for key, x, y in spots if key != "kl")
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 250" font-size="12">
+<rect width="600" height="250" fill="#fff"/><path d="M40 20V220H580" fill="none" stroke="#000"/>
+<polyline points="{line}" fill="none" stroke="#36c"/><g fill="#c33">{dots}</g>
+<text x="5" y="24">{high:.2f}</text><text x="25" y="224">0</text><text x="560" y="240">{wide}</text>
+<text x="60" y="15">KL, nats per token, by step: training (line), held-out (dots)</text></svg>"""
+
+def model_card(report: dict, args: Args) -> str:
+    quote = lambda text: "\n".join("    " + line for line in text.splitlines())  # as code, so inert
+    answers = "\n\n".join(f"{who}:\n\n{quote(answer)}" for sample in report["samples"]
+                          for who, answer in sample.items())
+    return f"""---
+base_model: {json.dumps(args.model)}
+library_name: peft
+tags: [lora, prompt-baking]
+---
+# A baked system prompt
+
+With this LoRA adapter the model answers without a system prompt as it would with this one:
+
+{quote(report["prompt"])}
+
+{quote(table(report))}
+
+![KL by step](kl.svg)
+
+Made by bake.py, which minimises KL( P_θ(·|u,x) ‖ P_θu(·|x) ), arXiv:2409.13697; args.json has all
+of its settings. To load it:
+
+    from peft import AutoPeftModelForCausalLM
+    model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
+
+Held-out questions, answered greedily by the base, the prompted and the baked model:
+
+{answers}
+"""
+
+# ---------------------------------------------------------------------- 10. Files: whole, or absent
+
+def write_whole(path: Path, content) -> None:
+    """Writes text, or what the function `content` writes, beside `path`, and then renames it."""
+    part = path.with_name(path.name + ".part")
+    content(part) if callable(content) else part.write_text(content, encoding="utf-8")
+    os.replace(part, path)
+
+def save_model(model, chat: Chat, out: Path) -> None:
+    """Model or adapter, tokenizer and template: made in a folder beside, and then moved."""
+    part = out / "saving.part"
+    model.save_pretrained(part)
+    chat.tokenizer.save_pretrained(part)
+    for file in part.iterdir():
+        os.replace(file, out / file.name)
+    part.rmdir()
+
+def claim(out: Path, args: Args) -> tuple:
+    """Makes sure that OUT is this run's, and nobody else's now -> (lock, text for args.json)."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock = open(out / ".lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"--out {out}: another run is at work there") from None
+    old = json.loads(read_text(out / "args.json")) if (out / "args.json").exists() else {}
+    args.date = old.get("date", args.date)
+    new = dict(vars(args))
+    for name in ("data", "eval_data", "chat_template"):
+        if new[name] and os.path.isfile(new[name]):
+            new[f"sha256 of {name}"] = hashlib.sha256(Path(new[name]).read_bytes()).hexdigest()
+    for name in sorted(old.keys() | new.keys() - {"versions"}) if old else ():
+        need(name == "versions" or old.get(name) == new.get(name), f"--out {out} is of a run with "
+             f"another {name}: found {old.get(name)!r}, expected {new.get(name)!r}", SystemExit)
+    new["versions"] = {m.__name__: m.__version__ for m in (torch, transformers, peft, np)}
+    return lock, json.dumps(new, indent=2)
+
+# ---------------------------------------------------------------------------------------- 11. main
+
+def main(argv: list[str] | None = None) -> dict:
+    """A whole run, or what is left of one -> its report."""
+    args = parse_args(argv)
+    out = Path(args.out)
+    lock, identity = claim(out, args)
+    if (out / "report.json").exists():
+        report = json.loads(read_text(out / "report.json"))
+        print(f"{out} is done\n{table(report)}")
+        return report
+    drops, chat, rows = defaultdict(list), Chat(args), read_rows(args.data)
+    apart = read_rows(args.eval_data) if args.eval_data else []
+    examples = split(build_examples(rows, chat, args, drops),
+                     build_examples(apart, chat, args, drops), args)
+    need(any(not e.held_out for e in examples), f"{args.data}: no row is left to train on; dropped: "
+         f"{dict(drops)}", SystemExit)
+    write_whole(out / "args.json", identity)
+    for side in ("teacher", "student"):
+        print(f"--- what the {side} reads ({examples[0].where})")
+        print(chat.tokenizer.decode(getattr(examples[0], side)))
+    if chat.folds:
+        print("--- this template takes no system message: the prompt was put into the user's turn")
+    model, head = load_model(args)
+    prefix = shared_prefix(model, examples)
+    examples = sample_responses(model, chat, examples, prefix, out / "trajectories.jsonl", args, drops)
+    targets = teacher_targets(model, examples, prefix, out / "targets", args)
+    log = train(model, head, examples, targets, args, out)
+    report = make_report(examples, len(rows) + len(apart), drops, log) | {
+        "prompt": examples[0].messages[0]["content"], "samples": samples(model, chat, examples, args)}
+    save_model(model, chat, out)
+    write_whole(out / "kl.svg", curve(log))
+    write_whole(out / "README.md", model_card(report, args))
+    if args.merge:
+        model = model.merge_and_unload()
+        model.generation_config = chat.generation
+        save_model(model, chat, out / "merged")
+    write_whole(out / "report.json", json.dumps(report, indent=2))
+    for name in ("targets", "checkpoint.pt"):
+        (out / name).unlink(missing_ok=True)
+    print(table(report))
+    return report
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; what is done is kept in --out: the same command goes on from there")
+    except OSError as error:
+        sys.exit(f"{error}; what was whole in --out still is")
