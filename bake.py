@@ -22,12 +22,13 @@ Left out on purpose: top-k approximations of the KL, sampling inside the trainin
 fine-tuning. The file is in the order of a run. Shapes: B samples, T tokens, R response tokens,
 D hidden size, V vocabulary, N response tokens of a batch or of the whole set.
 """
-import argparse, contextlib, copy, csv, datetime, fcntl, hashlib, json, math  # noqa: E401
-import os, re, shutil, signal, sys, time  # noqa: E401
+import argparse, contextlib, copy, csv, datetime, fcntl, hashlib, inspect, json  # noqa: E401
+import math, os, re, shutil, signal, sys, time  # noqa: E401
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as brief
+from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -35,8 +36,10 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache,
+                          GenerationConfig)
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import chat_template_utils
 
 Args = argparse.Namespace
 NOISE = 1e-3  # nats per token: a prompt that moves the model by less does nothing to bake
@@ -228,6 +231,8 @@ class Chat:
 
     def __init__(self, args: Args):
         name, trust = f"--model {args.model}", {"trust_remote_code": args.trust_remote_code}
+        need(not os.path.exists(os.path.join(args.model, "adapter_config.json")),
+             f"{name} is an adapter: expected a model, such as --merge writes", SystemExit)
         config = AutoConfig.from_pretrained(args.model, **trust)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, **trust)
         try:
@@ -246,15 +251,22 @@ class Chat:
                    if token.special or re.fullmatch(r"<[|｜].+[|｜]>", token.content)]
         control += self.tokenizer.convert_ids_to_tokens(sorted(self.stops))
         self.control = re.compile("|".join(map(re.escape, control)))  # data must not hold one
-        self.limit = getattr(config.get_text_config(), "max_position_embeddings", 0) or sys.maxsize
-        day = datetime.date.fromisoformat(args.date)  # one date for both sides and a resumed run
-        self.kwargs, self.folds = {"strftime_now": day.strftime, **args.template_kwargs}, False
-        probe = [{"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}]
+        text = config.get_text_config()
+        self.limit = getattr(text, "max_position_embeddings", 0) or sys.maxsize
+        self.window = getattr(text, "sliding_window", 0) or sys.maxsize
+        day = datetime.datetime.fromisoformat(args.date)  # for both sides and for a resumed run
+        self.clock = SimpleNamespace(now=lambda: day)
+        self.kwargs = args.template_kwargs
+        probe = [{"role": role, "content": f"Some {role} text."} for role in ("system", "user", "assistant")]
         for self.parts in (False, True, False):  # content as text, or parts; if neither, text
             with contextlib.suppress(BadRow):
-                ending = self.render(probe, generation=False).rpartition("Pong.")[2]
+                ending = self.render(probe[1:], generation=False).rpartition(probe[2]["content"])[2]
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
                 break
+        try:
+            self.folds = not self.render(probe)  # is a system message taken, or refused or dropped?
+        except BadRow:
+            self.folds = True
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
@@ -267,6 +279,7 @@ class Chat:
         texts = [m["content"].strip() for m in messages if m["role"] != "assistant"]
         if self.parts:
             messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        chat_template_utils.datetime = self.clock  # what a template prints as today
         try:
             text = rest = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generation, **self.kwargs)
@@ -278,15 +291,13 @@ class Chat:
         return text
 
 def encode_chat(chat: Chat, system: str | None, turns: list[dict]) -> tuple[list[int], str]:
-    """-> ids and their text. Where the template refuses or drops a system message, it goes into
-    the first user turn, and `chat.folds` tells. Raises BadRow."""
-    try:
-        text = chat.render([{"role": "system", "content": system}] * (system is not None) + turns)
-    except BadRow:
-        if system is None:
-            raise
+    """-> ids and their text, with the system message in the first user turn if the template takes
+    none. Raises BadRow."""
+    if system and chat.folds:
         first = {"role": "user", "content": f"{system}\n\n{turns[0]['content']}"}
-        text, chat.folds = chat.render([first] + turns[1:]), True
+        text = chat.render([first] + turns[1:])
+    else:
+        text = chat.render([{"role": "system", "content": system}] * bool(system) + turns)
     return chat.ids(text), text
 
 def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
@@ -359,8 +370,9 @@ def generate(model, chat: Chat, prompts: list[list[int]], prefix: tuple, most: i
              temperature: float) -> list[list[int]]:
     """B prompts -> B continuations of at most `most` ids, each cut after its first stop id. One
     call: the shared prefix, then padding, then what is left of each prompt, ending flush."""
-    n, cache = prefix
     width = max(map(len, prompts))
+    # padding in the middle would take up a sliding window: without a prefix it is all on the left
+    n, cache = prefix if width + most <= chat.window else (0, None)
     ids = torch.full((len(prompts), width), chat.stop)  # (B, T)
     mask = torch.zeros_like(ids)
     for row, real, prompt in zip(ids, mask, prompts):
@@ -372,7 +384,7 @@ def generate(model, chat: Chat, prompts: list[list[int]], prefix: tuple, most: i
         max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
         pad_token_id=chat.stop, eos_token_id=sorted(chat.stops), **sampling)
     out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
-                         generation_config=config, past_key_values=repeat(cache, len(prompts)))
+                         generation_config=config, **cached(model.get_base_model(), cache, len(prompts)))
     rows = out[:, width:].tolist()
     ends = [next((i for i, t in enumerate(row) if t in chat.stops), len(row)) for row in rows]
     return [row[:end + 1] for row, end in zip(rows, ends)]
@@ -510,19 +522,27 @@ def teacher_mode(model):
         yield
     model.train(training)
 
-def repeat(cache, times: int):
-    """A copy of a one-sample KV cache for a batch: a call changes the cache that it is given."""
-    if cache is not None:
-        cache = copy.deepcopy(cache)
-        cache.batch_repeat_interleave(times)
-    return cache
+def set_training(model, args: Args) -> None:
+    """Dropout stays off; with --gradient-checkpointing, layers have to be in training mode."""
+    for module in model.modules():
+        module.training = args.gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
+
+def cached(module, cache, times: int) -> dict:
+    """-> the argument that hands a module a one-sample KV cache for a batch: a copy, as every call
+    changes the cache that it is given."""
+    if cache is None:
+        return {}
+    cache = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(times)
+    name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+    return {name: cache}
 
 def hidden_states(model, ids: torch.Tensor, cache=None) -> torch.Tensor:
     """(B, T) right-padded ids -> (B, T, D) final hidden states, on top of a prefix's KV cache if
     given. Attention is causal: what is right of a token cannot reach it, so no mask is needed."""
-    extra = {} if cache is None else {"past_key_values": repeat(cache, len(ids))}
     trunk = model.get_base_model().base_model
-    return trunk(input_ids=ids, use_cache=cache is not None, **extra).last_hidden_state
+    extra = cached(trunk, cache, len(ids))
+    return trunk(input_ids=ids, use_cache=bool(extra), **extra).last_hidden_state
 
 def response_states(model, examples: list[Example], side: str, prefix: tuple = (0, None)) -> tuple:
     """-> (B, R, D) hidden states that predict the response, (B, R) bool mask, on the CPU. Tokens
@@ -542,11 +562,14 @@ def shared_prefix(model, examples: list[Example]) -> tuple:
     """-> (n, KV cache) of the n tokens with which all teacher prompts start, whatever they are."""
     common = os.path.commonprefix([e.teacher for e in examples])
     n = min(len(common), min(len(e.teacher) for e in examples) - 1)  # leave a token to read
+    if n == 0:
+        return 0, None
     trunk, ids = model.get_base_model().base_model, torch.tensor([common[:n]], device=model.device)
     try:
+        empty = cached(trunk, DynamicCache(config=model.config), 1)
         with teacher_mode(model):
-            cache = trunk(input_ids=ids, use_cache=True).past_key_values if n else None
-        repeat(cache, 2)
+            trunk(input_ids=ids, use_cache=True, **empty)
+        cache, = cached(trunk, *empty.values(), 1).values()
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         print(f"this model shares no prefix ({error}): the teacher reads every prompt in full")
         return 0, None
@@ -611,7 +634,7 @@ def evaluate(model, head, examples: list[Example], targets: torch.Tensor, args: 
 def train_step(model, head, batch: list[Example], targets: torch.Tensor, params: list, args: Args):
     """Leaves the clipped gradient of the batch's mean KL in `params` -> [that KL, the gradient's
     norm before clipping], on the device: nothing in here waits for it."""
-    total = torch.zeros((), device=model.device)
+    total = 0.0
     for i in range(0, len(batch), args.micro_batch_size):
         states = both_states(model, batch[i:i + args.micro_batch_size], targets)
         loss = batched_kl(*states, head, args.kl_temperature).sum() / len(batch)
@@ -638,8 +661,7 @@ def train(model, head, examples: list[Example], targets: torch.Tensor, args: Arg
         model.load_state_dict(weights, strict=False)
         optimizer.load_state_dict(state)
     write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in log))
-    for module in model.modules():  # layers in training mode are checkpointed; dropout stays off
-        module.training = args.gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
+    set_training(model, args)
     bar = tqdm(total=len(plan), initial=max(len(log) - 1, 0), desc="training", unit="step")
     saved = len(log) - 1
     for step in range(len(log), len(plan) + 1):  # step 0 only evaluates
