@@ -2,14 +2,12 @@
 """Bake a system prompt into the weights of a language model (prompt baking, arXiv:2409.13697).
 
 For a model θ and a system prompt u, train LoRA weights θ_u with which the model without the prompt
-predicts what it would predict with it,
+predicts what it would predict with it, for the tokens of a response y to x:
 
     P_θu(y | x) ≈ P_θ(y | u, x)    by minimising    KL( P_θ(·|u,x) ‖ P_θu(·|x) )
 
-over the tokens of the response y. One network plays both parts: the teacher has its adapters off
-and sees u, the student has them on and does not. The KL is exact, over the whole vocabulary, and
-costs what plain fine-tuning costs however long u is, because
-
+One network plays both parts: the teacher has its adapters off and sees u, the student has them on
+and does not. The KL is exact, and as cheap as plain fine-tuning however long u is, because
   1. the teacher is frozen: its final hidden states are computed once and kept in a file;
   2. teacher prompts start alike: the KV cache of what they share is computed once;
   3. only positions that predict the response meet the head, a chunk of rows at a time, and each
@@ -26,6 +24,7 @@ import argparse, contextlib, copy, csv, datetime, fcntl, hashlib, inspect, json 
 import math, os, re, shutil, signal, sys, time  # noqa: E401
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from reprlib import repr as brief
 from types import SimpleNamespace
@@ -89,8 +88,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     flag("--trust-remote-code", action="store_true", help="run code that the model's folder brings")
     args = p.parse_args(argv)
     for name, value in vars(args).items():
-        zero = name in ("temperature", "warmup", "eval_fraction", "seed")
-        if type(value) in (int, float) and not (0 <= value < math.inf and (value or zero)):
+        least = 0 if name in ("temperature", "warmup", "eval_fraction", "seed") else 1e-9
+        if type(value) in (int, float) and not least <= value < math.inf:
             p.error(f"--{name.replace('_', '-')} {value}: expected more than 0")
     if args.eval_fraction >= 1 or args.warmup >= 1 or not isinstance(args.template_kwargs, dict):
         p.error("expected --eval-fraction and --warmup below 1, --template-kwargs a JSON object")
@@ -107,9 +106,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 ROLES = dict(system="system", developer="system", user="user", human="user",
              assistant="assistant", gpt="assistant", model="assistant")
-SHAPES = (("messages", "response"), ("conversations", "response"), ("prompt", "completion"),
-          ("prompt", "response"), ("question", "answer"), ("instruction", "output"),
-          ("user_message", "response"))
+SHAPES = [pair.split("+") for pair in ("messages+response conversations+response prompt+completion "
+          "prompt+response question+answer instruction+output user_message+response").split()]
 
 class BadRow(ValueError):
     """A row that cannot be used. The message says what was found and what was expected."""
@@ -150,10 +148,9 @@ def read_rows(path: str) -> list[tuple[str, object]]:
             rows = [(n, parse_json(line)) for n, line in rows]
     else:
         need(not os.path.exists(path), f"{path}: expected .jsonl, .json, .csv or .txt", SystemExit)
-        try:
-            import datasets
-        except ImportError:
-            raise SystemExit(f"{path}: no such file; for a hub data set, pip install datasets")
+        need(find_spec("datasets"), f"{path}: no such file, and a data set of the hub needs "
+             "`pip install datasets`", SystemExit)
+        import datasets
         rows = list(enumerate(datasets.load_dataset(path, split="train"), 1))
     need(rows, f"{path}: expected rows, found none", SystemExit)
     return [(f"{path}:{n}", row) for n, row in rows]
@@ -198,11 +195,9 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
         messages = read_messages(row["system"], "system") + messages
     if given:
         messages += read_messages(row[reply], "assistant")
-    roles = [m["role"] for m in messages]
-    turns = roles[roles[:1] == ["system"]:]
-    need("system" not in turns, "a system message stands after the start: expected it first")
-    need(turns[:1] == ["user"], f"found the roles {brief(roles)}: expected a user message first")
-    need(("assistant", "assistant") not in zip(turns, turns[1:]), "two assistant messages in a row")
+    roles = [m["role"] for m in messages]  # su... where a user message stands before each answer
+    need(re.fullmatch("s?u(u|au)*a?", "".join(role[0] for role in roles)), f"found the roles "
+         f"{brief(roles)}: expected at most one system message, then a user's, then by turns")
     need(not given or roles[-1] == "assistant", f"{reply}: expected a message of the assistant")
     ends = [i for i, role in enumerate(roles) if role == "assistant"]
     samples = [(messages[:i], messages[i]["content"]) for i in ends]
@@ -218,9 +213,9 @@ class Example:
     teacher: list[int]
     student: list[int]
     response: list[int] | None  # None: to be sampled
-    cut: bool = False  # the response was cut to fit into the context
+    cut: bool = False  # it did not fit into the context
     held_out: bool = False
-    row: int = 0  # of the targets: where this response's begin
+    row: int = 0  # of the targets, where those of its first token are
 
     @property
     def question(self) -> str:
@@ -235,38 +230,34 @@ class Chat:
              f"{name} is an adapter: expected a model, such as --merge writes", SystemExit)
         config = AutoConfig.from_pretrained(args.model, **trust)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, **trust)
-        try:
+        self.generation = GenerationConfig.from_model_config(config)
+        with contextlib.suppress(OSError):  # the file is optional
             self.generation = GenerationConfig.from_pretrained(args.model)
-        except OSError:  # the file is optional
-            self.generation = GenerationConfig.from_model_config(config)
         if args.chat_template:
             self.tokenizer.chat_template = read_text(args.chat_template)
         need(self.tokenizer.chat_template, f"{name} has no chat template: --chat-template FILE "
              "gives it one", SystemExit)
-        own, eos = self.tokenizer.eos_token_id, self.generation.eos_token_id
-        self.stops = {own, *(eos if isinstance(eos, list) else [eos])} - {None}
+        eos = [self.tokenizer.eos_token_id, *np.ravel(self.generation.eos_token_id)]
+        self.stops = {int(i) for i in eos if i is not None}
         need(self.stops, f"{name} names no stop token: expected an eos_token_id", SystemExit)
-        self.stop = min(self.stops) if own is None else own
+        self.stop = next(int(i) for i in eos if i is not None)
         control = [token.content for token in self.tokenizer.added_tokens_decoder.values()
                    if token.special or re.fullmatch(r"<[|｜].+[|｜]>", token.content)]
         control += self.tokenizer.convert_ids_to_tokens(sorted(self.stops))
         self.control = re.compile("|".join(map(re.escape, control)))  # data must not hold one
-        text = config.get_text_config()
+        text, self.kwargs = config.get_text_config(), args.template_kwargs
         self.limit = getattr(text, "max_position_embeddings", 0) or sys.maxsize
         self.window = getattr(text, "sliding_window", 0) or sys.maxsize
         day = datetime.datetime.fromisoformat(args.date)  # for both sides and for a resumed run
         self.clock = SimpleNamespace(now=lambda: day)
-        self.kwargs = args.template_kwargs
-        probe = [{"role": role, "content": f"Some {role} text."} for role in ("system", "user", "assistant")]
-        for self.parts in (False, True, False):  # content as text, or parts; if neither, text
+        # try out what the template takes: content as text or as parts, a system message or none
+        probe = [{"role": role, "content": f"Some {role} text."} for role in ("user", "assistant")]
+        for self.folds, self.parts in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
             with contextlib.suppress(BadRow):
-                ending = self.render(probe[1:], generation=False).rpartition(probe[2]["content"])[2]
+                self.render("Some system text.", probe[:1])
+                ending = self.render(None, probe, generation=False).rpartition("text.")[2]
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
                 break
-        try:
-            self.folds = not self.render(probe)  # is a system message taken, or refused or dropped?
-        except BadRow:
-            self.folds = True
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
@@ -274,31 +265,26 @@ class Chat:
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode([i for i in ids if i not in self.stops])
 
-    def render(self, messages: list[dict], generation: bool = True) -> str:
-        """Messages -> the template's text. BadRow if it refuses or loses a system or user text."""
-        texts = [m["content"].strip() for m in messages if m["role"] != "assistant"]
+    def render(self, system: str | None, turns: list[dict], generation: bool = True) -> str:
+        """-> the template's text; where it takes no system message, that goes into the first user
+        turn. Raises BadRow if the template refuses the messages or loses a system or user text."""
+        if system and self.folds:
+            turns = [turns[0] | {"content": f"{system}\n\n{turns[0]['content']}"}] + turns[1:]
+        elif system:
+            turns = [{"role": "system", "content": system}] + turns
+        texts = [m["content"].strip() for m in turns if m["role"] != "assistant"]
         if self.parts:
-            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+            turns = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in turns]
         chat_template_utils.datetime = self.clock  # what a template prints as today
         try:
             text = rest = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation, **self.kwargs)
+                turns, tokenize=False, add_generation_prompt=generation, **self.kwargs)
         except Exception as error:  # a template raises what it likes, and the user gets to see it
             raise BadRow(f"the chat template refuses the messages: {error}") from error
         for content in sorted(texts, key=len, reverse=True):
             need(content in rest, f"the chat template drops {brief(content)}")
             rest = rest.replace(content, "\0", 1)  # each text needs a place of its own
         return text
-
-def encode_chat(chat: Chat, system: str | None, turns: list[dict]) -> tuple[list[int], str]:
-    """-> ids and their text, with the system message in the first user turn if the template takes
-    none. Raises BadRow."""
-    if system and chat.folds:
-        first = {"role": "user", "content": f"{system}\n\n{turns[0]['content']}"}
-        text = chat.render([first] + turns[1:])
-    else:
-        text = chat.render([{"role": "system", "content": system}] * bool(system) + turns)
-    return chat.ids(text), text
 
 def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
     """Text -> the ids that the model would emit after a prompt ending in `tail`, and a stop id."""
@@ -321,8 +307,8 @@ def build_example(where: str, messages: list[dict], response: str | None, sample
     texts = [system, args.student_prompt or "", response or ""] + [m["content"] for m in turns]
     found = chat.control.search("\n".join(texts))
     need(not found, f"the text holds {found and found[0]!r}, a control token of this model")
-    (teacher, seen), (student, text) = (encode_chat(chat, s, turns)
-                                        for s in (system, args.student_prompt))
+    seen, text = chat.render(system, turns), chat.render(args.student_prompt, turns)
+    teacher, student = chat.ids(seen), chat.ids(text)
     last = turns[-1]["content"].strip()
     tail = text.rpartition(last)[2]
     need(seen.rpartition(last)[2] == tail, f"expected both prompts to end in {tail!r}")
@@ -486,15 +472,11 @@ def load_model(args: Args) -> tuple:
     try:
         model = peft.get_peft_model(base.to(args.device), peft.LoraConfig(
             r=args.rank, lora_alpha=args.alpha, bias="none", task_type="CAUSAL_LM",
-            target_modules=names if names == "all-linear" else names.split(",")))
+            target_modules=names if names == "all-linear" else names.split(","))).eval()
     except ValueError as error:
         raise SystemExit(f"{what}: {error}") from None
-    ends = base.get_input_embeddings(), base.get_output_embeddings()
-    need(not any("lora_A" in dict(end.named_children()) for end in ends),
-         f"{what}: expected neither the embeddings nor the head", SystemExit)
-    if args.gradient_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
-    model.eval()  # in training too: the base's dropout would make teacher and student differ
+    for end in (base.get_input_embeddings(), base.get_output_embeddings()):
+        need(not hasattr(end, "lora_A"), f"{what}: expected neither embeddings nor head", SystemExit)
     head, ids = make_head(base), torch.arange(8, device=args.device)[None]
     with torch.no_grad():
         logits = base(input_ids=ids).logits
@@ -522,18 +504,14 @@ def teacher_mode(model):
         yield
     model.train(training)
 
-def set_training(model, args: Args) -> None:
-    """Dropout stays off; with --gradient-checkpointing, layers have to be in training mode."""
-    for module in model.modules():
-        module.training = args.gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
-
-def cached(module, cache, times: int) -> dict:
-    """-> the argument that hands a module a one-sample KV cache for a batch: a copy, as every call
-    changes the cache that it is given."""
+def cached(module, cache, times: int, keep: bool = False) -> dict:
+    """-> the argument that hands a module a one-sample KV cache, for `times` samples. A call changes
+    the cache that it is given: it is given a copy, unless it is to `keep` what the call adds."""
     if cache is None:
         return {}
-    cache = copy.deepcopy(cache)
-    cache.batch_repeat_interleave(times)
+    if not keep:
+        cache = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(times)
     name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
     return {name: cache}
 
@@ -566,10 +544,10 @@ def shared_prefix(model, examples: list[Example]) -> tuple:
         return 0, None
     trunk, ids = model.get_base_model().base_model, torch.tensor([common[:n]], device=model.device)
     try:
-        empty = cached(trunk, DynamicCache(config=model.config), 1)
+        cache = DynamicCache(config=model.config)
         with teacher_mode(model):
-            trunk(input_ids=ids, use_cache=True, **empty)
-        cache, = cached(trunk, *empty.values(), 1).values()
+            trunk(input_ids=ids, use_cache=True, **cached(trunk, cache, 1, keep=True))
+        cached(trunk, cache, 2)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         print(f"this model shares no prefix ({error}): the teacher reads every prompt in full")
         return 0, None
@@ -629,6 +607,7 @@ def evaluate(model, head, examples: list[Example], targets: torch.Tensor, args: 
         kl += batched_kl(student, teacher, mask, head).tolist()
         top1 += [(head(s[m]).argmax(-1) == head(t[m]).argmax(-1)).float().mean().item()
                  for s, t, m in zip(student, teacher, mask)]
+    need(np.isfinite(kl).all(), f"held-out KL is {np.mean(kl)}: try --dtype float32", SystemExit)
     return {"eval_kl": float(np.mean(kl)), "eval_top1": float(np.mean(top1))}
 
 def train_step(model, head, batch: list[Example], targets: torch.Tensor, params: list, args: Args):
@@ -661,7 +640,12 @@ def train(model, head, examples: list[Example], targets: torch.Tensor, args: Arg
         model.load_state_dict(weights, strict=False)
         optimizer.load_state_dict(state)
     write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in log))
-    set_training(model, args)
+    if args.gradient_checkpointing:  # only layers in training mode do it; dropout stays off
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            module.training = isinstance(module, GradientCheckpointingLayer)
+            if module.training and isinstance(getattr(module, "dropout", None), float):  # OPT
+                module.dropout = 0.0
     bar = tqdm(total=len(plan), initial=max(len(log) - 1, 0), desc="training", unit="step")
     saved = len(log) - 1
     for step in range(len(log), len(plan) + 1):  # step 0 only evaluates
@@ -697,16 +681,15 @@ def samples(model, chat: Chat, examples: list[Example], args: Args) -> list[dict
     """Three held-out questions, answered greedily by the base, prompted and baked model."""
     held_out = [e for e in examples if e.held_out] or examples
     shown = list({e.question: e for e in held_out}.values())[:3]
-    rows = [{"question": e.messages[-1]["content"]} for e in shown]
-    for who, side, mode in (("base", "student", teacher_mode(model)),
-                            ("prompted", "teacher", teacher_mode(model)),
-                            ("baked", "student", contextlib.nullcontext())):
-        with mode:
-            out = generate(model, chat, [getattr(e, side) for e in shown], (0, None),
-                           args.max_new_tokens, 0.0)
-        for row, ids in zip(rows, out):
-            row[who] = chat.text(ids)
-    return rows
+
+    def answers(side: str) -> list[str]:
+        prompts = [getattr(e, side) for e in shown]
+        out = generate(model, chat, prompts, (0, None), args.max_new_tokens, 0.0)
+        return [chat.text(ids) for ids in out]
+    with teacher_mode(model):
+        base, prompted = answers("student"), answers("teacher")
+    return [{"question": e.messages[-1]["content"], "base": b, "prompted": p, "baked": k}
+            for e, b, p, k in zip(shown, base, prompted, answers("student"))]
 
 def make_report(examples: list[Example], read: int, drops: dict, log: list[dict]) -> dict:
     """Every number that the terminal, the card and a paper show, and plain words on them."""
@@ -715,44 +698,50 @@ def make_report(examples: list[Example], read: int, drops: dict, log: list[dict]
               "responses_cut": sum(e.cut for e in examples), "steps": log[-1]["step"]}
     for side in ("trained", "held_out"):
         part = [e for e in examples if e.held_out == (side == "held_out")]
-        report |= {f"{side}_questions": len({e.question for e in part}),
-                   f"{side}_responses": len(part), f"{side}_tokens": sum(len(e.response) for e in part)}
-    notes = [f"dropped {len(w)}: {reason} (first: {w[0]})" for reason, w in drops.items() if w]
+        report |= {f"{side}_questions": len({e.question for e in part}), f"{side}_responses":
+                   len(part), f"{side}_tokens": sum(len(e.response) for e in part)}
+    trained = [m["kl"] for m in log[-max(len(log) // 10, 1):] if "kl" in m]
+    notes = [f"dropped {len(at)}: {reason} (first: {at[0]})" for reason, at in drops.items() if at]
     evals = [m for m in log if "eval_kl" in m]
+    for when, m in (("before", evals[0]), ("after", evals[-1])) if evals else ():
+        report |= {f"kl_{when}": m["eval_kl"], f"top1_{when}": m["eval_top1"]}
     if evals:
-        before, after, best = evals[0], evals[-1], min(evals, key=lambda m: m["eval_kl"])
-        report |= {"kl_before": before["eval_kl"], "kl_after": after["eval_kl"],
-                   "top1_before": before["eval_top1"], "top1_after": after["eval_top1"]}
-        if before["eval_kl"] < NOISE:
-            notes.append(f"KL before is below {NOISE}: this prompt does nothing here to be baked")
-        else:
-            report["recovered"] = 1 - after["eval_kl"] / before["eval_kl"]
-        if best["eval_kl"] < 0.9 * after["eval_kl"]:
-            notes.append(f"step {best['step']} had KL {best['eval_kl']:.4f}: try fewer --epochs")
+        before, after, best = report["kl_before"], report["kl_after"], min(m["eval_kl"] for m in evals)
+        share = report["recovered"] = None if before < NOISE else 1 - after / before
+        notes += [note for wrong, note in (
+            (share is None, f"KL before is below {NOISE}: the prompt does nothing here to be baked"),
+            (after > before, "held-out KL rose: the bake failed; try a lower --lr"),
+            (share is not None and 0 <= share < 0.2, "under a fifth was recovered: try more rows, "
+             "--trajectories or --epochs, or a higher --lr or --rank"),
+            (best < 0.9 * after, f"an earlier epoch had KL {best:.4f}: try fewer --epochs"),
+            (np.mean(trained) < 0.5 * after, f"the last training KL, {np.mean(trained):.4f}, is far "
+             "below the held-out one: try more rows or fewer --epochs"),
+            (report["held_out_questions"] < 5, "fewer than 5 questions were held out: the numbers "
+             "are rough; try a larger --eval-fraction")) if wrong]
     return report | {"notes": notes}
 
-def table(report: dict) -> str:
+def report_text(report: dict) -> str:
     rows = [(key.replace("_", " "), f"{value:.4f}" if isinstance(value, float) else value)
             for key, value in report.items() if isinstance(value, (int, float))]
-    return "\n".join([f"{key:20}{value:>10}" for key, value in rows] + report["notes"])
+    lines = [f"{key:20}{value:>10}" for key, value in rows] + report["notes"]
+    for sample in report["samples"]:
+        lines += [""] + [f"{who:>8}: {text}" for who, text in sample.items()]
+    return "\n".join(lines)
 
 def curve(log: list[dict]) -> str:
     """KL by step as an SVG image: a line for training, dots for held-out questions."""
     points = [(key, m["step"], m[key]) for m in log for key in ("kl", "eval_kl") if key in m]
     wide, high = max(p[1] for p in points), max(p[2] for p in points) or 1
-    spots = [(key, 40 + 540 * step / wide, 220 - 200 * kl / high) for key, step, kl in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for key, x, y in spots if key == "kl")
-    dots = "".join(f'<circle r="4" cx="{x:.1f}" cy="{y:.1f}"/>' for key, x, y in spots if key != "kl")
+    spots = [(key, f"{9 + 580 * x / wide:.1f}", f"{230 - 200 * y / high:.1f}") for key, x, y in points]
+    line = " ".join(f"{x},{y}" for key, x, y in spots if key == "kl")
+    dots = "".join(f'<circle r="4" cx="{x}" cy="{y}"/>' for key, x, y in spots if key != "kl")
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 250" font-size="12">
-<rect width="600" height="250" fill="#fff"/><path d="M40 20V220H580" fill="none" stroke="#000"/>
-<polyline points="{line}" fill="none" stroke="#36c"/><g fill="#c33">{dots}</g>
-<text x="5" y="24">{high:.2f}</text><text x="25" y="224">0</text><text x="560" y="240">{wide}</text>
-<text x="60" y="15">KL, nats per token, by step: training (line), held-out (dots)</text></svg>"""
+<rect width="600" height="250" fill="#fff"/><path d="M9 30V230H590" fill="none" stroke="#000"/>
+<polyline points="{line}" fill="none" stroke="#36c"/><g fill="#c33">{dots}</g><text x="9" y="20">
+KL, 0 to {high:.2f} nats per token, in {wide} steps: training (line), held-out (dots)</text></svg>"""
 
 def model_card(report: dict, args: Args) -> str:
     quote = lambda text: "\n".join("    " + line for line in text.splitlines())  # as code, so inert
-    answers = "\n\n".join(f"{who}:\n\n{quote(answer)}" for sample in report["samples"]
-                          for who, answer in sample.items())
     return f"""---
 base_model: {json.dumps(args.model)}
 library_name: peft
@@ -764,19 +753,12 @@ With this LoRA adapter the model answers without a system prompt as it would wit
 
 {quote(report["prompt"])}
 
-{quote(table(report))}
+Made by bake.py, which minimises KL( P_θ(·|u,x) ‖ P_θu(·|x) ) (arXiv:2409.13697), with the settings in
+args.json. Load it with `peft.AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")`.
+
+{quote(report_text(report))}
 
 ![KL by step](kl.svg)
-
-Made by bake.py, which minimises KL( P_θ(·|u,x) ‖ P_θu(·|x) ), arXiv:2409.13697; args.json has all
-of its settings. To load it:
-
-    from peft import AutoPeftModelForCausalLM
-    model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
-
-Held-out questions, answered greedily by the base, the prompted and the baked model:
-
-{answers}
 """
 
 # ---------------------------------------------------------------------- 10. Files: whole, or absent
@@ -784,17 +766,11 @@ Held-out questions, answered greedily by the base, the prompted and the baked mo
 def write_whole(path: Path, content) -> None:
     """Writes text, or what the function `content` writes, beside `path`, and then renames it."""
     part = path.with_name(path.name + ".part")
-    content(part) if callable(content) else part.write_text(content, encoding="utf-8")
-    os.replace(part, path)
-
-def save_model(model, chat: Chat, out: Path) -> None:
-    """Model or adapter, tokenizer and template: made in a folder beside, and then moved."""
-    part = out / "saving.part"
-    model.save_pretrained(part)
-    chat.tokenizer.save_pretrained(part)
-    for file in part.iterdir():
-        os.replace(file, out / file.name)
-    part.rmdir()
+    try:
+        content(part) if callable(content) else part.write_text(content, encoding="utf-8")
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:  # a full disk; torch.save calls it a RuntimeError
+        raise SystemExit(f"{path}: {error}; what was whole in {path.parent} still is") from None
 
 def claim(out: Path, args: Args) -> tuple:
     """Makes sure that OUT is this run's, and nobody else's now -> (lock, text for args.json)."""
@@ -806,15 +782,23 @@ def claim(out: Path, args: Args) -> tuple:
         raise SystemExit(f"--out {out}: another run is at work there") from None
     old = json.loads(read_text(out / "args.json")) if (out / "args.json").exists() else {}
     args.date = old.get("date", args.date)
-    new = dict(vars(args))
-    for name in ("data", "eval_data", "chat_template"):
-        if new[name] and os.path.isfile(new[name]):
-            new[f"sha256 of {name}"] = hashlib.sha256(Path(new[name]).read_bytes()).hexdigest()
-    for name in sorted(old.keys() | new.keys() - {"versions"}) if old else ():
-        need(name == "versions" or old.get(name) == new.get(name), f"--out {out} is of a run with "
-             f"another {name}: found {old.get(name)!r}, expected {new.get(name)!r}", SystemExit)
-    new["versions"] = {m.__name__: m.__version__ for m in (torch, transformers, peft, np)}
-    return lock, json.dumps(new, indent=2)
+    new = dict(vars(args)) | {f"sha256 of {name}": sha256(getattr(args, name) or "")
+                              for name in ("data", "eval_data", "chat_template", "prompt", "model")}
+    versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, np)}
+    versions["bake.py"] = sha256(__file__)
+    for name in (new.keys() | old.keys()) - {"versions"} if old else ():
+        need(old.get(name) == new.get(name), f"--out {out} is of a run with another {name}: found "
+             f"{old.get(name)!r}, expected {new.get(name)!r}", SystemExit)
+    if old.get("versions", versions) != versions:
+        print(f"this run began with other versions: {old['versions']}, now {versions}")
+    return lock, json.dumps(new | {"versions": versions}, indent=2)
+
+def sha256(what: str) -> str:
+    """Of a file, of the starts of the files in a folder, or of a text that is neither."""
+    if os.path.isdir(what):
+        starts = [file.open("rb").read(2 ** 20) for file in sorted(Path(what).iterdir()) if file.is_file()]
+        return hashlib.sha256(b"".join(starts)).hexdigest()
+    return hashlib.sha256(Path(what).read_bytes() if os.path.isfile(what) else what.encode()).hexdigest()
 
 # ---------------------------------------------------------------------------------------- 11. main
 
@@ -825,38 +809,42 @@ def main(argv: list[str] | None = None) -> dict:
     lock, identity = claim(out, args)
     if (out / "report.json").exists():
         report = json.loads(read_text(out / "report.json"))
-        print(f"{out} is done\n{table(report)}")
+        print(f"{out} is done\n{report_text(report)}")
         return report
     drops, chat, rows = defaultdict(list), Chat(args), read_rows(args.data)
     apart = read_rows(args.eval_data) if args.eval_data else []
     examples = split(build_examples(rows, chat, args, drops),
                      build_examples(apart, chat, args, drops), args)
-    need(any(not e.held_out for e in examples), f"{args.data}: no row is left to train on; dropped: "
-         f"{dict(drops)}", SystemExit)
+    need(not all(e.held_out for e in examples),
+         f"{args.data}: no row is left to train on; dropped: {dict(drops)}", SystemExit)
     write_whole(out / "args.json", identity)
     for side in ("teacher", "student"):
-        print(f"--- what the {side} reads ({examples[0].where})")
+        print(f"--- the {side} reads, in {examples[0].where}:")
         print(chat.tokenizer.decode(getattr(examples[0], side)))
     if chat.folds:
-        print("--- this template takes no system message: the prompt was put into the user's turn")
+        print("--- the template takes no system message: the prompt is put into the user's turn")
     model, head = load_model(args)
     prefix = shared_prefix(model, examples)
-    examples = sample_responses(model, chat, examples, prefix, out / "trajectories.jsonl", args, drops)
+    examples = sample_responses(
+        model, chat, examples, prefix, out / "trajectories.jsonl", args, drops)
     targets = teacher_targets(model, examples, prefix, out / "targets", args)
     log = train(model, head, examples, targets, args, out)
-    report = make_report(examples, len(rows) + len(apart), drops, log) | {
-        "prompt": examples[0].messages[0]["content"], "samples": samples(model, chat, examples, args)}
-    save_model(model, chat, out)
-    write_whole(out / "kl.svg", curve(log))
-    write_whole(out / "README.md", model_card(report, args))
+    report = make_report(examples, len(rows) + len(apart), drops, log)
+    report["prompt"] = examples[0].messages[0]["content"]
+    report["samples"] = samples(model, chat, examples, args)
+    model.save_pretrained(out)
+    chat.tokenizer.save_pretrained(out)
+    (out / "kl.svg").write_text(curve(log))
+    (out / "README.md").write_text(model_card(report, args), encoding="utf-8")
     if args.merge:
         model = model.merge_and_unload()
         model.generation_config = chat.generation
-        save_model(model, chat, out / "merged")
-    write_whole(out / "report.json", json.dumps(report, indent=2))
+        model.save_pretrained(out / "merged")
+        chat.tokenizer.save_pretrained(out / "merged")
+    write_whole(out / "report.json", json.dumps(report, indent=2))  # from here on it is done
     for name in ("targets", "checkpoint.pt"):
         (out / name).unlink(missing_ok=True)
-    print(table(report))
+    print(report_text(report))
     return report
 
 if __name__ == "__main__":
@@ -865,5 +853,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("\nstopped; what is done is kept in --out: the same command goes on from there")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"{error}\nless memory: --micro-batch-size 1, --gradient-checkpointing, --batch-size")
     except OSError as error:
         sys.exit(f"{error}; what was whole in --out still is")
