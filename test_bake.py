@@ -3,6 +3,7 @@
 Structure (lengths, batches, chunks, order) is drawn by Hypothesis; tensors come from seeded
 generators. Models are tiny, random and made here, and so is their byte-level tokenizer: no network.
 """
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -1022,3 +1023,236 @@ def test_laws_1_and_2_for_any_template(folders, tmp_path_factory, template, prom
         assert chat.tokenizer.decode(e.response) == texts[2 * i + 1] + "<|end|>"
         assert "<|assistant|>" in student
         assert teacher.rpartition("<|assistant|>")[2] == student.rpartition("<|assistant|>")[2]
+
+
+# ----------------------------------------------------------------------- measurements: make bench
+
+DEMO = Path(bake.__file__).parent / "models" / "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def bench_model(tmp_path_factory):
+    """The demo model in fp32 on a CPU; on CUDA the shape of Qwen3-0.6B with random weights, in bf16."""
+    if DEVICE == "cpu":
+        args = bake.parse_args(["--model", str(DEMO), "--data", "none"])
+    else:
+        folder = tmp_path_factory.mktemp("qwen")
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+            vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+            num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+            max_position_embeddings=40960)).to(torch.bfloat16).save_pretrained(folder)
+        args = bake.parse_args(["--model", str(folder), "--data", "none"])
+    model, head = bake.load_model(args)
+    print(f"\n{transformers.__version__=} {torch.__version__=} {DEVICE} {args.dtype} "
+          f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else torch.get_num_threads()}")
+    return model, head, args
+
+
+def sync():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(step):
+    sync()
+    start = time.perf_counter()
+    step()
+    sync()
+    return time.perf_counter() - start
+
+
+def peak_memory(step):
+    """Bytes allocated at the highest moment of a step, above those before it."""
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - start
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    memory = [(e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(np.cumsum([n for _, n in sorted(memory)]).max(), 0)
+
+
+def padded(examples, side, device):
+    rows = [torch.tensor(getattr(e, side) + e.response) for e in examples]
+    return torch.nn.utils.rnn.pad_sequence(rows, True).to(device)
+
+
+def dense_step(model, head, examples, _):
+    """One padded batch, (B, R, V) logits of both sides at the response positions, teacher run again."""
+    logits = {}
+    for side in ("teacher", "student"):
+        with bake.teacher_mode(model) if side == "teacher" else contextlib.nullcontext():
+            states = bake.hidden_states(model, padded(examples, side, model.device))
+            logits[side] = torch.nn.utils.rnn.pad_sequence(
+                [head(s[len(getattr(e, side)) - 1:][:len(e.response)]) for s, e in zip(states, examples)], True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(e.response)) for e in examples], True).to(model.device)
+    kl = (bake.token_kl(logits["student"], logits["teacher"]) * mask).sum(1) / mask.sum(1)
+    kl.mean().backward()
+    return kl.mean()
+
+
+def loop_step(model, head, examples, _):
+    """Sample by sample, teacher run again."""
+    total = 0
+    for e in examples:
+        ids = {s: torch.tensor([getattr(e, s) + e.response], device=model.device) for s in ("teacher", "student")}
+        keep = dict(use_cache=False, logits_to_keep=len(e.response) + 1)
+        with bake.teacher_mode(model):
+            teacher = model(input_ids=ids["teacher"], **keep).logits[0, :-1]
+        kl = bake.token_kl(model(input_ids=ids["student"], **keep).logits[0, :-1], teacher).mean() / len(examples)
+        kl.backward()
+        total += kl.detach()
+    return total
+
+
+def sft_step(model, head, examples, _):
+    """Plain fine-tuning: cross-entropy on the same student tokens through the library's own loss."""
+    ids = padded(examples, "student", model.device)
+    labels = torch.full_like(ids, -100)
+    for row, e, tokens in zip(labels, examples, ids):
+        at = slice(len(e.student), len(e.student) + len(e.response))
+        row[at] = tokens[at]
+    model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+
+
+@pytest.mark.bench
+def test_bench_steps(bench_model, tmp_path):
+    """A step of each way to bake, side by side: same tokens, same LoRA, same loss."""
+    model, head, args = bench_model
+    sizes, x, y, B = ((64, 512, 2048), 20, 64, 4) if DEVICE == "cpu" else ((64, 1000, 4000), 50, 150, 16)
+    args.batch_size = args.micro_batch_size = B
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=0.0)
+    print(f"\nB={B} x={x} y={y}\n{'u':>5} {'variant':13}{'s/step':>8}{'tokens/s':>9}{'x sft':>7}{'x dense':>8}{'peak MB':>9}")
+    table = {}
+    for u in sizes:
+        examples = make_examples([(0, x, y)] * B, shared=u)
+        prefix = bake.shared_prefix(model, examples)
+        targets = targets_for(model, examples, args, tmp_path, prefix)
+
+        def first(*_):
+            bake.response_states(model, examples, "teacher", prefix)
+            return later()
+
+        def later(*_):
+            return bake.train_step(model, head, examples, targets, params, args)[0]
+        with torch.no_grad(), bake.teacher_mode(model):  # the teacher pass alone, inside `first`
+            pass
+
+        def first_epoch(*_):
+            with bake.teacher_mode(model):
+                bake.response_states(model, examples, "teacher", prefix)
+            return later()
+        steps = {"loop": loop_step, "dense": dense_step, "first epoch": first_epoch, "later epochs": later, "sft": sft_step}
+
+        def whole(step):
+            loss = step(model, head, examples, None)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+        losses = {name: whole(step) for name, step in steps.items()}  # the warm-up
+        for name in ("dense", "first epoch", "later epochs"):
+            assert abs(losses[name] - losses["loop"]) < (1e-5 if DEVICE == "cpu" else 1e-2), losses
+        times = defaultdict(list)
+        for _ in range(5 if u < 2000 else 3):
+            for name, step in steps.items():
+                for _ in range(1 if name in ("loop", "dense") else 2):
+                    times[name].append(seconds(lambda: whole(step)))
+        median = {name: float(np.median(ts)) for name, ts in times.items()}
+        for name, step in steps.items():
+            table[u, name] = t = median[name]
+            print(f"{u:5} {name:13}{t:8.3f}{B * y / t:9.0f}{t / median['sft']:7.2f}{t / median['dense']:8.3f}"
+                  f"{peak_memory(lambda: whole(step)) / 2 ** 20:9.0f}")
+    short, middle, long = sizes
+    print(f"later epochs, {long} / {short} tokens of prompt: {table[long, 'later epochs'] / table[short, 'later epochs']:.2f}; "
+          f"dense / later: {table[middle, 'dense'] / table[middle, 'later epochs']:.1f} at {middle}, "
+          f"{table[long, 'dense'] / table[long, 'later epochs']:.1f} at {long}; dense / first: "
+          f"{table[middle, 'dense'] / table[middle, 'first epoch']:.1f}, {table[long, 'dense'] / table[long, 'first epoch']:.1f}")
+
+
+@pytest.mark.bench
+def test_bench_loss_memory(bench_model):
+    """What forward and backward of the loss allocate, against dense (N, V) logits."""
+    model, head, _ = bench_model
+    D = model.config.get_text_config().hidden_size
+
+    def ours(N):
+        student = torch.randn(8, N // 8, D, device=DEVICE, dtype=model.dtype, requires_grad=True)
+        teacher, mask = student.detach() + 1, torch.ones(8, N // 8, dtype=torch.bool)
+        return lambda: bake.batched_kl(student, teacher, mask, head).sum().backward()
+
+    def dense(N):
+        student = torch.randn(N, D, device=DEVICE, dtype=model.dtype, requires_grad=True)
+        teacher = student.detach() + 1
+        return lambda: bake.token_kl(head(student), head(teacher)).sum().backward()
+    small, large, full = (peak_memory(step) / 2 ** 20 for step in (ours(2048), ours(8192), dense(2048)))
+    print(f"\nloss memory, MB: batched_kl {small:.0f} at 2,048 tokens, {large:.0f} at 8,192; dense {full:.0f} at 2,048: "
+          f"{100 * small / full:.1f} %")
+    gradient = 8192 * D * model.dtype.itemsize / 2 ** 20
+    assert small <= 0.1 * full and large - small <= gradient, gradient
+
+
+@pytest.mark.bench
+def test_bench_sampling(bench_model, tmp_path):
+    """Tokens a second of one call for all pairs with a shared prefix, against a call for each pair."""
+    model, _, args = bench_model
+    chat = bake.Chat(bake.parse_args(["--model", str(DEMO), "--data", "none"]))
+    chat.stops = {chat.vocab - 1} if hasattr(chat, "vocab") else {49151}
+    prompts = [e.teacher for e in make_examples([(0, 20, 1)] * 8, shared=512) for _ in range(4)]
+    prefix = bake.shared_prefix(model, [Example("", [], p, [], []) for p in prompts])
+    with bake.teacher_mode(model):
+        one = seconds(lambda: [bake.generate(model, chat, [p], (0, None), 32, 1.0) for p in prompts])
+        many = seconds(lambda: bake.generate(model, chat, prompts, prefix, 32, 1.0))
+    n = len(prompts) * 32
+    print(f"\nsampling, u=512, 8 rows x 4, 32 tokens: {n / one:.0f} tokens/s one by one, {n / many:.0f} in one call: "
+          f"{one / many:.1f} x")
+
+
+@pytest.mark.bench
+def test_bench_whole_run(bench_model, tmp_path):
+    """Three epochs at u=512: target pass and steps, against dense steps throughout."""
+    model, head, args = bench_model
+    examples = make_examples([(0, 20, 64)] * 16, shared=512)
+    args.batch_size = args.micro_batch_size = 4
+    params = [p for p in model.parameters() if p.requires_grad]
+
+    def dense():
+        for i in list(range(0, 16, 4)) * 3:
+            dense_step(model, head, examples[i:i + 4], None)
+            model.zero_grad()
+
+    def ours():
+        targets = targets_for(model, examples, args, tmp_path)
+        for epoch in range(3):
+            for batch in bake.batches(examples, args, epoch):
+                bake.train_step(model, head, batch, targets, params, args)
+                model.zero_grad()
+    a, b = seconds(dense), seconds(ours)
+    print(f"\nwhole run, u=512, 3 epochs of 16 responses: dense {a:.1f} s, bake.py {b:.1f} s: {a / b:.1f} x")
+
+
+@pytest.mark.bench
+def test_bench_many_rows(folders, tmp_path):
+    """20,000 rows of 200 response tokens: time to start, and memory and time a step in training."""
+    def anonymous():
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+    for n in (5_000, 20_000):
+        data = write(tmp_path / "many.jsonl", "".join(json.dumps({"prompt": f"Question {i}?", "completion": "word " * 40}) + "\n" for i in range(n)))
+        args = parse(folders(), "--prompt", "Be brief. " * 20, "--batch-size", 32, "--eval-fraction", 0, data=data)
+        chat = bake.Chat(args)
+        start = time.perf_counter()
+        examples = bake.build_examples(bake.read_rows(data), chat, args, defaultdict(list))
+        loading, before = time.perf_counter() - start, anonymous()
+        model, head = bake.load_model(args)
+        targets = targets_for(model, examples, args, tmp_path)
+        after_targets = anonymous()
+        params, times = [p for p in model.parameters() if p.requires_grad], []
+        for batch in bake.batches(examples, args, 0):
+            times.append(seconds(lambda: bake.train_step(model, head, batch, targets, params, args)))
+            model.zero_grad()
+        third = len(times) // 3
+        print(f"\n{n} rows: read and encoded in {loading:.1f} s ({1e6 * loading / n:.0f} us a row); private memory, MB: {before:.0f} "
+              f"loaded, {after_targets:.0f} after the targets, {anonymous():.0f} after training; ms a step: "
+              f"{1e3 * np.median(times[:third]):.1f} in the first third, {1e3 * np.median(times[-third:]):.1f} in the last")
