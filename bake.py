@@ -20,14 +20,12 @@ Left out on purpose: top-k approximations of the KL, sampling inside the trainin
 fine-tuning. The file is in the order of a run. Shapes: B samples, T tokens, R response tokens,
 D hidden size, V vocabulary, N response tokens of a batch or of the whole set.
 """
-import argparse, contextlib, copy, csv, datetime, fcntl, hashlib, inspect, json  # noqa: E401
-import math, os, re, shutil, signal, sys, time  # noqa: E401
+import argparse, contextlib, copy, csv, datetime, fcntl, hashlib, importlib.util  # noqa: E401
+import inspect, json, math, os, re, shutil, signal, sys, time  # noqa: E401
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from reprlib import repr as brief
-from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -35,8 +33,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache,
-                          GenerationConfig)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import chat_template_utils
 
@@ -148,7 +145,7 @@ def read_rows(path: str) -> list[tuple[str, object]]:
             rows = [(n, parse_json(line)) for n, line in rows]
     else:
         need(not os.path.exists(path), f"{path}: expected .jsonl, .json, .csv or .txt", SystemExit)
-        need(find_spec("datasets"), f"{path}: no such file, and a data set of the hub needs "
+        need(importlib.util.find_spec("datasets"), f"{path}: no such file, and a data set of the hub needs "
              "`pip install datasets`", SystemExit)
         import datasets
         rows = list(enumerate(datasets.load_dataset(path, split="train"), 1))
@@ -249,7 +246,7 @@ class Chat:
         self.limit = getattr(text, "max_position_embeddings", 0) or sys.maxsize
         self.window = getattr(text, "sliding_window", 0) or sys.maxsize
         day = datetime.datetime.fromisoformat(args.date)  # for both sides and for a resumed run
-        self.clock = SimpleNamespace(now=lambda: day)
+        self.clock = Args(now=lambda: day)
         # try out what the template takes: content as text or as parts, a system message or none
         probe = [{"role": role, "content": f"Some {role} text."} for role in ("user", "assistant")]
         for self.folds, self.parts in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
@@ -544,7 +541,7 @@ def shared_prefix(model, examples: list[Example]) -> tuple:
         return 0, None
     trunk, ids = model.get_base_model().base_model, torch.tensor([common[:n]], device=model.device)
     try:
-        cache = DynamicCache(config=model.config)
+        cache = transformers.DynamicCache(config=model.config)
         with teacher_mode(model):
             trunk(input_ids=ids, use_cache=True, **cached(trunk, cache, 1, keep=True))
         cached(trunk, cache, 2)
@@ -700,24 +697,25 @@ def make_report(examples: list[Example], read: int, drops: dict, log: list[dict]
         part = [e for e in examples if e.held_out == (side == "held_out")]
         report |= {f"{side}_questions": len({e.question for e in part}), f"{side}_responses":
                    len(part), f"{side}_tokens": sum(len(e.response) for e in part)}
-    trained = [m["kl"] for m in log[-max(len(log) // 10, 1):] if "kl" in m]
     notes = [f"dropped {len(at)}: {reason} (first: {at[0]})" for reason, at in drops.items() if at]
     evals = [m for m in log if "eval_kl" in m]
-    for when, m in (("before", evals[0]), ("after", evals[-1])) if evals else ():
-        report |= {f"kl_{when}": m["eval_kl"], f"top1_{when}": m["eval_top1"]}
     if evals:
-        before, after, best = report["kl_before"], report["kl_after"], min(m["eval_kl"] for m in evals)
-        share = report["recovered"] = None if before < NOISE else 1 - after / before
-        notes += [note for wrong, note in (
-            (share is None, f"KL before is below {NOISE}: the prompt does nothing here to be baked"),
+        (before, after), best = (evals[i]["eval_kl"] for i in (0, -1)), min(m["eval_kl"] for m in evals)
+        trained = np.mean([m["kl"] for m in log[1:]][-max(len(log) // 10, 1):])
+        report |= {"kl_before": before, "kl_after": after, "top1_before": evals[0]["eval_top1"],
+                   "top1_after": evals[-1]["eval_top1"], "recovered": None}
+        if before >= NOISE:
+            report["recovered"] = 1 - after / before
+        notes += [note for holds, note in (
+            (before < NOISE, f"KL before is under {NOISE}: the prompt does nothing here to be baked"),
             (after > before, "held-out KL rose: the bake failed; try a lower --lr"),
-            (share is not None and 0 <= share < 0.2, "under a fifth was recovered: try more rows, "
-             "--trajectories or --epochs, or a higher --lr or --rank"),
+            (before >= NOISE and 0 <= 1 - after / before < 0.2, "less than a fifth was recovered: try "
+             "more rows, --trajectories or --epochs, or a higher --lr or --rank"),
             (best < 0.9 * after, f"an earlier epoch had KL {best:.4f}: try fewer --epochs"),
-            (np.mean(trained) < 0.5 * after, f"the last training KL, {np.mean(trained):.4f}, is far "
-             "below the held-out one: try more rows or fewer --epochs"),
-            (report["held_out_questions"] < 5, "fewer than 5 questions were held out: the numbers "
-             "are rough; try a larger --eval-fraction")) if wrong]
+            (trained < 0.5 * after, f"the training KL, {trained:.4f} at the end, is far below the "
+             "held-out one: try more rows or fewer --epochs"),
+            (report["held_out_questions"] < 5, "fewer than 5 held-out questions: a rough number"),
+        ) if holds]
     return report | {"notes": notes}
 
 def report_text(report: dict) -> str:
@@ -747,8 +745,6 @@ base_model: {json.dumps(args.model)}
 library_name: peft
 tags: [lora, prompt-baking]
 ---
-# A baked system prompt
-
 With this LoRA adapter the model answers without a system prompt as it would with this one:
 
 {quote(report["prompt"])}
