@@ -91,8 +91,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if args.eval_fraction >= 1 or args.warmup >= 1 or not isinstance(args.template_kwargs, dict):
         p.error("expected --eval-fraction and --warmup below 1, --template-kwargs a JSON object")
     args.prompt = read_text(args.prompt_file).strip() if args.prompt_file else args.prompt
-    if args.prompt is not None and not args.prompt.strip():
-        p.error("the prompt is empty: expected text to bake")
+    for text in (args.prompt, args.student_prompt):
+        if text is not None and not re.fullmatch(r"\s*[^\s\ud800-\udfff][^\ud800-\udfff]*", text):
+            p.error("the prompt is empty or not UTF-8: expected text")
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype.replace("auto", "bfloat16" if "cuda" in args.device else "float32")
     args.micro_batch_size = min(args.micro_batch_size or args.batch_size, args.batch_size)
@@ -113,13 +114,12 @@ def need(ok: object, message: str, error: type = BadRow) -> None:
     if not ok:
         raise error(message)
 
+def must(ok: object, message: str) -> None:
+    need(ok, message, SystemExit)
+
 def read_text(path: str | Path) -> str:
-    data = Path(path).read_bytes()
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        line = data[:error.start].count(b"\n") + 1
-        raise SystemExit(f"{path}:{line}: expected UTF-8, found {data[error.start]:#x}") from None
+    # a byte that is not UTF-8 becomes a surrogate, which plain_text refuses, with its row's place
+    return Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
 
 def parse_json(text: str) -> object:
     try:
@@ -144,12 +144,12 @@ def read_rows(path: str) -> list[tuple[str, object]]:
         elif kind != ".txt":
             rows = [(n, parse_json(line)) for n, line in rows]
     else:
-        need(not os.path.exists(path), f"{path}: expected .jsonl, .json, .csv or .txt", SystemExit)
-        need(importlib.util.find_spec("datasets"), f"{path}: no such file, and a data set of the hub needs "
-             "`pip install datasets`", SystemExit)
+        must(not os.path.exists(path), f"{path}: expected .jsonl, .json, .csv or .txt")
+        must(importlib.util.find_spec("datasets"),
+             f"{path}: no such file; for a data set of the hub, pip install datasets")
         import datasets
         rows = list(enumerate(datasets.load_dataset(path, split="train"), 1))
-    need(rows, f"{path}: expected rows, found none", SystemExit)
+    must(rows, f"{path}: expected rows, found none")
     return [(f"{path}:{n}", row) for n, row in rows]
 
 def plain_text(content: object, what: str) -> str:
@@ -159,7 +159,7 @@ def plain_text(content: object, what: str) -> str:
         need(set(map(str, kinds)) <= {"text"}, f"{what} has parts {kinds}: only text can be baked")
         return "".join(plain_text(part.get("text"), what) for part in content)
     need(isinstance(content, str), f"{what} is {brief(content)}: expected text")
-    need(not re.search("[\ud800-\udfff]", content), f"{what} holds half a character, a surrogate")
+    need(not re.search("[\ud800-\udfff]", content), f"{what} is not valid UTF-8")
     return content
 
 def read_messages(turns: object, role: str) -> list[dict]:
@@ -223,8 +223,8 @@ class Chat:
 
     def __init__(self, args: Args):
         name, trust = f"--model {args.model}", {"trust_remote_code": args.trust_remote_code}
-        need(not os.path.exists(os.path.join(args.model, "adapter_config.json")),
-             f"{name} is an adapter: expected a model, such as --merge writes", SystemExit)
+        must(not os.path.exists(os.path.join(args.model, "adapter_config.json")),
+             f"{name} is an adapter: expected a model, such as --merge writes")
         config = AutoConfig.from_pretrained(args.model, **trust)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, **trust)
         self.generation = GenerationConfig.from_model_config(config)
@@ -232,11 +232,10 @@ class Chat:
             self.generation = GenerationConfig.from_pretrained(args.model)
         if args.chat_template:
             self.tokenizer.chat_template = read_text(args.chat_template)
-        need(self.tokenizer.chat_template, f"{name} has no chat template: --chat-template FILE "
-             "gives it one", SystemExit)
+        must(self.tokenizer.chat_template, f"{name} has no chat template: give --chat-template")
         eos = [self.tokenizer.eos_token_id, *np.ravel(self.generation.eos_token_id)]
         self.stops = {int(i) for i in eos if i is not None}
-        need(self.stops, f"{name} names no stop token: expected an eos_token_id", SystemExit)
+        must(self.stops, f"{name} names no stop token: expected an eos_token_id")
         self.stop = next(int(i) for i in eos if i is not None)
         control = [token.content for token in self.tokenizer.added_tokens_decoder.values()
                    if token.special or re.fullmatch(r"<[|｜].+[|｜]>", token.content)]
@@ -297,8 +296,8 @@ def build_example(where: str, messages: list[dict], response: str | None, sample
     """One (context, response) -> token ids for both sides. `sampled`, the ids in a row that an
     earlier run has sampled, are kept as they are if they are this response's. Raises BadRow."""
     own = messages[0]["content"] if messages[0]["role"] == "system" else None
-    need(own is None or args.prompt is None, f"{where}: a system message, and --prompt too: "
-         "expected one prompt to bake", SystemExit)
+    must(own is None or args.prompt is None,
+         f"{where}: found a system message, and --prompt too: expected one prompt to bake")
     system, turns = own or args.prompt, messages[own is not None:]
     need(system, "neither a system message nor --prompt: expected a prompt to bake")
     texts = [system, args.student_prompt or "", response or ""] + [m["content"] for m in turns]
@@ -330,7 +329,7 @@ def build_examples(rows: list[tuple], chat: Chat, args: Args, drops: dict) -> li
                 else:
                     new.append(build_example(where, messages, response, ids, chat, args))
         except BadRow as error:
-            need(args.skip_bad_rows, f"{where}: {error}", SystemExit)
+            must(args.skip_bad_rows, f"{where}: {error}")
             drops[str(error)].append(where)
         else:
             examples += new
@@ -473,13 +472,13 @@ def load_model(args: Args) -> tuple:
     except ValueError as error:
         raise SystemExit(f"{what}: {error}") from None
     for end in (base.get_input_embeddings(), base.get_output_embeddings()):
-        need(not hasattr(end, "lora_A"), f"{what}: expected neither embeddings nor head", SystemExit)
+        must(not hasattr(end, "lora_A"), f"{what}: expected neither embeddings nor head")
     head, ids = make_head(base), torch.arange(8, device=args.device)[None]
     with torch.no_grad():
         logits = base(input_ids=ids).logits
         gap = (head(hidden_states(model, ids)) - logits).abs().max() / logits.abs().max()
-    need(gap < 1e-2, f"--model {args.model}: its logits are not what its head makes of its last "
-         "hidden states; make_head does not know this kind of model", SystemExit)
+    must(gap < 1e-2, f"--model {args.model}: expected logits that its head makes of its last hidden "
+         "states, found others: make_head does not know this kind of model")
     return model, head
 
 def make_head(base):
@@ -501,14 +500,13 @@ def teacher_mode(model):
         yield
     model.train(training)
 
-def cached(module, cache, times: int, keep: bool = False) -> dict:
-    """-> the argument that hands a module a one-sample KV cache, for `times` samples. A call changes
-    the cache that it is given: it is given a copy, unless it is to `keep` what the call adds."""
+def cached(module, cache, times: int) -> dict:
+    """-> the argument that hands a module a one-sample KV cache, for `times` samples: a copy, as a
+    call changes the cache that it is given."""
     if cache is None:
         return {}
-    if not keep:
-        cache = copy.deepcopy(cache)
-        cache.batch_repeat_interleave(times)
+    cache = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(times)
     name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
     return {name: cache}
 
@@ -541,9 +539,9 @@ def shared_prefix(model, examples: list[Example]) -> tuple:
         return 0, None
     trunk, ids = model.get_base_model().base_model, torch.tensor([common[:n]], device=model.device)
     try:
-        cache = transformers.DynamicCache(config=model.config)
         with teacher_mode(model):
-            trunk(input_ids=ids, use_cache=True, **cached(trunk, cache, 1, keep=True))
+            out = trunk(input_ids=ids, use_cache=True)
+        cache = out.cache if "cache" in out else out.past_key_values
         cached(trunk, cache, 2)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         print(f"this model shares no prefix ({error}): the teacher reads every prompt in full")
@@ -562,8 +560,7 @@ def teacher_targets(model, examples: list[Example], prefix: tuple, path: Path, a
     dtype, part = getattr(torch, args.dtype), path.with_suffix(".part")
     size, free = N * D * dtype.itemsize, shutil.disk_usage(path.parent).free
     file = path if path.exists() else part
-    need(file.exists() or size < free, f"{path}: expected {size:,} bytes of disk for the targets, "
-         f"found {free:,}", SystemExit)
+    must(file.exists() or size < free, f"{path}: the targets need {size:,} bytes, found {free:,}")
     targets = torch.from_file(str(file), shared=True, size=N * D, dtype=dtype).view(N, D)
     if file == part:
         groups = [examples[i:i + args.batch_size] for i in range(0, len(examples), args.batch_size)]
@@ -604,7 +601,7 @@ def evaluate(model, head, examples: list[Example], targets: torch.Tensor, args: 
         kl += batched_kl(student, teacher, mask, head).tolist()
         top1 += [(head(s[m]).argmax(-1) == head(t[m]).argmax(-1)).float().mean().item()
                  for s, t, m in zip(student, teacher, mask)]
-    need(np.isfinite(kl).all(), f"held-out KL is {np.mean(kl)}: try --dtype float32", SystemExit)
+    must(np.isfinite(kl).all(), f"held-out KL is {np.mean(kl)}: try --dtype float32")
     return {"eval_kl": float(np.mean(kl)), "eval_top1": float(np.mean(top1))}
 
 def train_step(model, head, batch: list[Example], targets: torch.Tensor, params: list, args: Args):
@@ -650,8 +647,8 @@ def train(model, head, examples: list[Example], targets: torch.Tensor, args: Arg
         if step:
             (epoch, batch), lr = plan[step - 1], learning_rate(step, len(plan), args)
             kl, norm = train_step(model, head, batch, targets, list(params.values()), args).tolist()
-            need(math.isfinite(kl + norm), f"step {step}: KL {kl}, gradient norm {norm}, in the rows "
-                 f"{', '.join(e.where for e in batch)}; {out} holds step {saved}", SystemExit)
+            must(math.isfinite(kl + norm), f"step {step}: KL {kl}, gradient norm {norm}, in "
+                 f"{', '.join(e.where for e in batch)}; {out} holds step {saved}")
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
@@ -783,8 +780,8 @@ def claim(out: Path, args: Args) -> tuple:
     versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, np)}
     versions["bake.py"] = sha256(__file__)
     for name in (new.keys() | old.keys()) - {"versions"} if old else ():
-        need(old.get(name) == new.get(name), f"--out {out} is of a run with another {name}: found "
-             f"{old.get(name)!r}, expected {new.get(name)!r}", SystemExit)
+        must(old.get(name) == new.get(name), f"--out {out} is of a run with another {name}: found "
+             f"{old.get(name)!r}, expected {new.get(name)!r}")
     if old.get("versions", versions) != versions:
         print(f"this run began with other versions: {old['versions']}, now {versions}")
     return lock, json.dumps(new | {"versions": versions}, indent=2)
@@ -811,8 +808,8 @@ def main(argv: list[str] | None = None) -> dict:
     apart = read_rows(args.eval_data) if args.eval_data else []
     examples = split(build_examples(rows, chat, args, drops),
                      build_examples(apart, chat, args, drops), args)
-    need(not all(e.held_out for e in examples),
-         f"{args.data}: no row is left to train on; dropped: {dict(drops)}", SystemExit)
+    must(not all(e.held_out for e in examples), f"{args.data}: no row is left to train on; dropped: "
+         f"{dict(drops)}")
     write_whole(out / "args.json", identity)
     for side in ("teacher", "student"):
         print(f"--- the {side} reads, in {examples[0].where}:")

@@ -41,7 +41,6 @@ CHATML = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfo
           "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 
-
 def make_tokenizer(template=CHATML, pad="<|pad|>"):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
@@ -51,7 +50,6 @@ def make_tokenizer(template=CHATML, pad="<|pad|>"):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token=pad)
     fast.chat_template = template
     return fast
-
 
 SIZE = dict(vocab_size=272, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
             intermediate_size=64, max_position_embeddings=512, pad_token_id=260, eos_token_id=256,
@@ -67,7 +65,6 @@ FAMILIES = {
     "Mamba2": dict(state_size=8, num_heads=8, head_dim=8, n_groups=1, expand=2, chunk_size=8),
 }
 
-
 def make_model(folder, family="Llama", template=CHATML, **config):
     """A random model, scaled up until what it predicts is far from uniform, with its tokenizer."""
     torch.manual_seed(0)
@@ -81,7 +78,6 @@ def make_model(folder, family="Llama", template=CHATML, **config):
     make_tokenizer(template).save_pretrained(folder)
     return str(folder)
 
-
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """folders(family) -> the folder of a tiny model of it."""
@@ -93,11 +89,9 @@ def folders(tmp_path_factory):
         return made[family]
     return get
 
-
 def parse(model, *flags, data="none.txt"):
     return bake.parse_args(["--model", str(model), "--data", str(data), "--dtype", "float32",
                             "--rank", "4", *map(str, flags)])
-
 
 def loaded(args, seed=0, dtype=None):
     """A model whose adapters do something: B is not zero."""
@@ -110,7 +104,6 @@ def loaded(args, seed=0, dtype=None):
             torch.nn.init.normal_(p, std=0.05)
     return model, head
 
-
 def make_examples(sizes, seed=0, shared=6):
     """[(teacher extra, student, response)] lengths -> examples of random ids, alike at the start."""
     rng = np.random.default_rng(seed)
@@ -119,7 +112,6 @@ def make_examples(sizes, seed=0, shared=6):
                     start + rng.integers(0, 256, u + x).tolist(), rng.integers(0, 256, x).tolist(),
                     rng.integers(0, 256, y).tolist())
             for i, (u, x, y) in enumerate(sizes)]
-
 
 def loop_kl(model, examples, temperature=1.0):
     """The reference: sample by sample, no padding, no cache, full logits, teacher run again."""
@@ -139,19 +131,16 @@ def loop_kl(model, examples, temperature=1.0):
         losses.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean())
     return torch.stack(losses)
 
-
 def lora_grads(model):
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return grads
-
 
 def targets_for(model, examples, args, folder, prefix=None):
     prefix = bake.shared_prefix(model, examples) if prefix is None else prefix
     path = Path(folder) / "targets"
     path.unlink(missing_ok=True)
     return bake.teacher_targets(model, examples, prefix, path, args)
-
 
 # --------------------------------------------------------------------------------- the loss
 
@@ -160,7 +149,6 @@ def numpy_kl(p_logits, q_logits):
     p, q = (np.exp(x - x.max(-1, keepdims=True)) for x in (np.float64(p_logits), np.float64(q_logits)))
     p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
     return (p * np.log(p / q)).sum(-1)
-
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), chunk=st.integers(1, 60),
        temperature=st.sampled_from([0.5, 1.0, 2.0]), dtype=st.sampled_from([torch.float32, torch.float64]),
@@ -196,7 +184,6 @@ def test_law_3_batched_kl_is_the_per_sample_loop(lengths, chunk, temperature, dt
     torch.testing.assert_close(a.grad[real], b.grad[real], atol=tight, rtol=tight)
     assert (a.grad[~real] == 0).all()
 
-
 @given(sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), min_size=1,
                       max_size=5), chunk=st.integers(1, 20), order=st.randoms(use_true_random=False))
 def test_law_3_lora_gradients_are_those_of_the_loop(llama64, sizes, chunk, order, tmp_path_factory):
@@ -217,12 +204,10 @@ def test_law_3_lora_gradients_are_those_of_the_loop(llama64, sizes, chunk, order
     for name in grads:
         torch.testing.assert_close(grads[name], expected[name], atol=1e-9, rtol=1e-7)
 
-
 @pytest.fixture(scope="session")
 def llama64(folders):
     args = parse(folders())
     return *loaded(args, dtype=torch.float64), args
-
 
 @pytest.mark.parametrize("p, q, expected", [((.9, .1), (.5, .5), .3681), ((.5, .5), (.9, .1), .5108),
                                             ((.2, .8), (.2, .8), 0)])
@@ -230,7 +215,6 @@ def test_law_5_forward_kl_in_nats(p, q, expected):
     """.9 ln(.9/.5) + .1 ln(.1/.5) = .5290 - .1609 = .3681; the reverse KL would be .5108."""
     p, q = (torch.tensor([x], dtype=torch.float64).log() for x in (p, q))
     assert bake.token_kl(student_logits=q, teacher_logits=p).item() == pytest.approx(expected, abs=5e-5)
-
 
 @given(n=st.integers(1, 5), V=st.integers(2, 50), scale=st.sampled_from([0.0, 1.0, 30.0]),
        seed=st.integers(0, 10 ** 6))
@@ -242,7 +226,6 @@ def test_law_5_token_kl_against_numpy(n, V, scale, seed):
     np.testing.assert_allclose(kl, numpy_kl(p, q), rtol=1e-9, atol=1e-12)
     assert (kl >= -1e-12).all() and (bake.token_kl(torch.tensor(p), torch.tensor(p)) == 0).all()
 
-
 def test_law_5_half_precision_logits_are_compared_in_fp32():
     """In bf16 the sum over a large vocabulary has no digits left."""
     g = torch.Generator().manual_seed(0)
@@ -251,7 +234,6 @@ def test_law_5_half_precision_logits_are_compared_in_fp32():
     kl = bake.token_kl(q, p)
     assert kl.dtype == torch.float32
     np.testing.assert_allclose(kl, numpy_kl(p.float(), q.float()), rtol=1e-3)
-
 
 def test_kernel_launches_do_not_depend_on_the_batch_size():
     """One batched call: with the same number of chunks, 8 samples take the operators of 1."""
@@ -267,7 +249,6 @@ def test_kernel_launches_do_not_depend_on_the_batch_size():
         return {e.key: e.count for e in profile.key_averages()
                 if e.key.startswith("aten::") and not memory.search(e.key)}
     assert operators(1) == operators(8)
-
 
 # ------------------------------------------------------------------------ targets and training
 
@@ -290,7 +271,6 @@ def test_law_4_micro_batches_do_not_change_the_gradient(folders, tmp_path):
             torch.testing.assert_close(norm, results[0][1], atol=1e-9, rtol=1e-7)
             for name in grads:
                 torch.testing.assert_close(grads[name], results[0][2][name], atol=1e-9, rtol=1e-7)
-
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT"])
 def test_law_6_an_empty_difference_is_nothing(folders, family, tmp_path):
@@ -315,7 +295,6 @@ def test_law_6_an_empty_difference_is_nothing(folders, family, tmp_path):
         log = bake.train(model, head, examples, targets, args, tmp_path)
         assert all(m["kl"] < 1e-7 for m in log[1:]) and len(log) == 4
         (tmp_path / "checkpoint.pt").unlink()
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_law_7_families(folders, family, tmp_path, capsys):
@@ -343,10 +322,8 @@ def test_law_7_families(folders, family, tmp_path, capsys):
         single = [bake.generate(model, chat, [p], (0, None), 8, 0.0)[0] for p in prompts]
     assert batched == single
 
-
 def digest(state):
     return {n: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for n, t in state.items()}
-
 
 def test_law_8_only_the_adapters_change(folders, tmp_path):
     """Base weights and targets are bit for bit what they were; all of lora_A and lora_B has moved."""
@@ -361,7 +338,6 @@ def test_law_8_only_the_adapters_change(folders, tmp_path):
     assert changed == {name for name in before if "lora_" in name}
     assert torch.equal(targets, said)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == changed
-
 
 def test_law_9_training_goes_on_where_it_was(folders, tmp_path, monkeypatch):
     """k + m steps are k steps, a crash, and m steps: bit for bit, in weights and in the log."""
@@ -394,7 +370,6 @@ def test_law_9_training_goes_on_where_it_was(folders, tmp_path, monkeypatch):
     assert run("cut", None) == whole
     assert [m["step"] for m in whole[0]] == list(range(13))
 
-
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=80), size=st.integers(1, 9),
        seed=st.integers(0, 99), epoch=st.integers(0, 3))
 def test_the_order_is_a_function_of_seed_and_epoch(lengths, size, seed, epoch):
@@ -406,7 +381,6 @@ def test_the_order_is_a_function_of_seed_and_epoch(lengths, size, seed, epoch):
     assert sorted(sum(order, [])) == sorted(e.where for e in examples)
     assert sorted(map(len, order))[1:] == [size] * (len(order) - 1)
 
-
 def test_batches_pad_little():
     """Lengths spread over 10..300: at least 85 % of what the network reads is real."""
     rng = np.random.default_rng(0)
@@ -417,20 +391,17 @@ def test_batches_pad_little():
     padded = sum(len(b) * max(9 + len(e.response) for e in b) for b in made)
     assert real / padded >= 0.85
 
-
 def test_the_learning_rate_rises_and_falls():
     args = parse("x", "--lr", 0.1, "--warmup", 0.2)
     rates = [bake.learning_rate(step, 10, args) for step in range(1, 11)]
     assert rates[:2] == [0.05, 0.1] and rates[1:] == sorted(rates[1:], reverse=True) and rates[-1] > 0
     assert bake.learning_rate(1, 10, parse("x", "--lr", 0.1, "--warmup", 0)) < 0.1
 
-
 # ------------------------------------------------------------------------------------ data
 
 def write(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(path)
-
 
 USER, REPLY = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 ONE = [([USER], "Ho")]
@@ -461,7 +432,6 @@ SHAPES = [
     ({"messages": [USER | {"content": "{{name}} {0} %s"}]}, [([USER | {"content": "{{name}} {0} %s"}], None)]),
 ]
 
-
 @pytest.mark.parametrize("row, expected", SHAPES)
 def test_every_shape_of_row(row, expected, tmp_path):
     """Any accepted shape -> one (context, response) per assistant turn, with all that came before."""
@@ -469,7 +439,6 @@ def test_every_shape_of_row(row, expected, tmp_path):
     for name, text in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row], indent=1))):
         (where, read), = bake.read_rows(write(tmp_path / name, text))
         assert (where, read) == (f"{tmp_path / name}:1", row)
-
 
 @pytest.mark.parametrize("row, reason", [
     (7, "expected an object, found 7"), (None, "found None"),
@@ -486,7 +455,7 @@ def test_every_shape_of_row(row, expected, tmp_path):
     ({"messages": [REPLY, USER]}, "found the roles"), ({"messages": [USER, REPLY, REPLY]}, "found the roles"),
     ({"messages": [{"role": "system", "content": "S"}]}, "found the roles"),
     ({"messages": [USER, {"role": "system", "content": "S"}]}, "found the roles"),
-    ({"messages": [USER | {"content": " "}]}, "is empty"), ({"prompt": "\ud800"}, "surrogate"),
+    ({"messages": [USER | {"content": " "}]}, "is empty"), ({"prompt": "\ud800"}, "not valid UTF-8"),
     ({"prompt": "Hi", "completion": 3}, "is 3: expected text"), ({"prompt": "Hi", "completion": [USER]}, "completion"),
     ({"question": None, "answer": "Ho"}, "is None: expected text"),
 ])
@@ -496,7 +465,6 @@ def test_bad_rows_say_why(row, reason):
         return
     with pytest.raises(bake.BadRow, match=re.escape(reason)):
         bake.conversations(row)
-
 
 def test_files(tmp_path):
     """BOM, CRLF, blank lines, U+2028 in a string, quotes and newlines in CSV, missing cells."""
@@ -515,11 +483,12 @@ def test_files(tmp_path):
     assert rows == [(f"{tmp_path / 'a.txt'}:1", "Why?"), (f"{tmp_path / 'a.txt'}:3", "How?")]
     lines = bake.read_rows(write(tmp_path / "lines.json", '{"prompt": "a"}\n{"prompt": "b"}\n'))
     assert [r["prompt"] for _, r in lines] == ["a", "b"]
-    for name, text, error in [("e.jsonl", "\n", "expected rows"), ("e.txt", b"ok\n\xff", r"e.txt:2: expected UTF-8"),
-                              ("e.xml", "x", "expected .jsonl"), ("e.json", "[]", "expected rows")]:
+    (_, row), = bake.read_rows(write(tmp_path / "e.txt", b"\n\xff"))
+    with pytest.raises(bake.BadRow, match="UTF-8"):
+        bake.conversations(row)
+    for name, text, error in [("e.jsonl", "\n", "expected rows"), ("e.xml", "x", "expected .jsonl"), ("e.json", "[]", "expected rows")]:
         with pytest.raises(SystemExit, match=error):
             bake.read_rows(write(tmp_path / name, text))
-
 
 # -------------------------------------------------------------------------------- prompts
 
@@ -527,11 +496,9 @@ def chat_for(folder, *flags, **changes):
     args = parse(folder, *flags)
     return bake.Chat(args), args
 
-
 def built(rows, chat, args):
     drops = defaultdict(list)
     return bake.build_examples([(f"f:{i}", row) for i, row in enumerate(rows, 1)], chat, args, drops), drops
-
 
 def test_law_1_and_2_prompts(folders):
     """The sides differ in the prompt alone and end in the same response ids, which end in one stop
@@ -549,7 +516,6 @@ def test_law_1_and_2_prompts(folders):
     assert decode(own.teacher) == decode(one.teacher) and own.response is None
     assert decode(own.student) == "<|system|>Be.<|end|>" + decode(one.student)
 
-
 def test_prompts_that_do_not_fit_together(folders):
     system = {"role": "system", "content": "S"}
     for flags, row, reason in [(["--prompt", "P"], {"messages": [system, USER]}, "expected one prompt"),
@@ -565,7 +531,6 @@ def test_prompts_that_do_not_fit_together(folders):
         with pytest.raises(SystemExit):
             parse("x", *flags)
 
-
 def test_rows_are_dropped_only_when_asked_and_counted(folders):
     """Empty responses are dropped and counted; bad rows stop the run, or with --skip-bad-rows too."""
     rows = [{"prompt": "a", "completion": " "}, 5, {"prompt": "b", "completion": "c"}, 6]
@@ -576,14 +541,12 @@ def test_rows_are_dropped_only_when_asked_and_counted(folders):
     assert dict(drops) == {"the response is empty": ["f:1"], "expected an object, found 5": ["f:2"],
                            "expected an object, found 6": ["f:4"]}
 
-
 def test_a_long_response_is_cut_on_both_sides_and_the_prompt_never(folders):
     chat, args = chat_for(folders(), "--prompt", "P")
     (e,), _ = built([{"prompt": "Hi", "completion": "x" * 600}], chat, args)
     assert e.cut and len(e.teacher) + len(e.response) == 512 and chat.stop not in e.response
     (e,), _ = built([{"prompt": "Hi", "completion": "x" * (511 - len(e.teacher))}], chat, args)
     assert not e.cut and e.response[-1] == chat.stop
-
 
 GEN = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 LOOP = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}" + GEN
@@ -602,7 +565,6 @@ AFTER = LOOP.replace("<|end|>", "<|end|>\n")
 STRICT = ("{% for m in messages %}{% if m.role != 'system' and (m.role == 'user') != (loop.index0 % 2 == "
           "(1 if messages[0].role == 'system' else 0)) %}{{ raise_exception('roles must alternate') }}{% endif %}"
           "{% endfor %}" + LOOP)
-
 
 @pytest.mark.parametrize("template, flags, teacher, student", [
     (LOOP, [], "<|system|>PIRATE<|end|><|user|>Hi<|end|><|assistant|>", "<|user|>Hi<|end|><|assistant|>"),
@@ -636,13 +598,11 @@ def test_chat_templates(folders, tmp_path, template, flags, teacher, student):
         built([{"messages": [USER, USER]}], *chat_for(folders(), "--prompt", "P", "--chat-template",
                                                       write(tmp_path / "s.jinja", STRICT)))
 
-
 def test_a_teacher_that_does_not_see_the_prompt_is_refused(folders, tmp_path):
     for template, reason in [("{% for m in messages %}{{ m.role }}{% endfor %}" + GEN, "drops"),
                              (LOOP.replace(GEN, "{% if messages[0].role == 'system' %}!{% endif %}"), "both prompts to end")]:
         with pytest.raises(SystemExit, match=f"f:1: .*{reason}"):
             built(["Hi"], *chat_for(folders(), "--prompt", "Hi", "--chat-template", write(tmp_path / "t", template)))
-
 
 def test_models_without_template_or_stop_and_adapters_are_refused(folders, tmp_path):
     tokenizer = make_tokenizer(None)
@@ -653,7 +613,6 @@ def test_models_without_template_or_stop_and_adapters_are_refused(folders, tmp_p
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(SystemExit, match="adapter"):
         bake.Chat(parse(tmp_path))
-
 
 class Seams:
     """A stand-in for tokenizers that mark the start of a text or merge across a seam."""
@@ -666,13 +625,11 @@ class Seams:
         return [1000 if pair == self.merge else ord(pair[0]) for pair in re.findall(
             f"{re.escape(self.merge)}|.", text, re.S)]
 
-
 @pytest.mark.parametrize("tail, response, expected", [
     (">\n", "Ho", [72, 111, 0]), (">\n", "\nHo", [10, 72, 111, 0]), ("> ", " Ho", [32, 72, 111, 0])])
 def test_responses_are_encoded_as_the_model_would_emit_them(tail, response, expected):
     """No mark of a text's start inside, and no token that spans prompt and response."""
     assert bake.encode_response(Seams("\n\n" if "\n" in tail else "  "), tail, response) == expected
-
 
 def test_the_split_is_by_question(folders):
     """All rows and trajectories of a question are on one side; --eval-data takes its own out of
@@ -687,7 +644,6 @@ def test_the_split_is_by_question(folders):
     kept = bake.split(examples, apart, args)
     assert [e.question for e in kept if e.held_out] == ["q3"] and len(kept) == 19
     assert not any(e.held_out for e in bake.split(examples[:1], [], args))
-
 
 # ------------------------------------------------------------------------------- sampling
 
@@ -706,7 +662,6 @@ class Samples:
         self.examples, self.drops = built(rows, self.chat, self.args)
         prefix = bake.shared_prefix(self.model, self.examples)
         return bake.sample_responses(self.model, self.chat, self.examples, prefix, path, self.args, self.drops)
-
 
 def test_sampling_in_one_call(folders, tmp_path):
     """All (row, trajectory) pairs of a batch in one call; under greedy decoding each gets what it
@@ -727,11 +682,9 @@ def test_sampling_in_one_call(folders, tmp_path):
     assert [(e.teacher, e.student, e.response) for e in again] == \
         [(e.teacher, e.student, e.response) for e in out if e.where != "f:3"]
 
-
 def test_nothing_to_sample_calls_nothing():
     examples = [Example("r", [], [], [], [1])]
     assert bake.sample_responses(None, None, examples, None, None, parse("x"), {}) is examples
-
 
 def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_path, monkeypatch):
     """Cut after the first stop id; no stop is made up where the length ended it; nothing but a stop
@@ -751,7 +704,6 @@ def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_pat
     out = s.run(rows, tmp_path / "t.jsonl")
     assert sorted((e.where, e.response) for e in out) == [("f:1", [5, 6, 256]), ("f:3", [1, 2, 3, 4, 5, 6])]
     assert s.drops["the sampled response is empty"] == ["f:2"]
-
 
 def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     """A generation_config with top_k=1, a repetition penalty and forced tokens must not leak in:
@@ -773,7 +725,6 @@ def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     longest = max(out, key=lambda e: len(e.response))
     assert longest.response[-1] not in (7,) and not any(9 in e.response[:-1] for e in out)
 
-
 def test_interrupted_sampling_goes_on_behind_the_last_whole_batch(folders, tmp_path):
     """The file cut at any byte, and the rest sampled: the same file, byte for byte."""
     s = Samples(folders(), "--trajectories", 3, "--batch-size", 1, temperature=1.0)
@@ -789,7 +740,6 @@ def test_interrupted_sampling_goes_on_behind_the_last_whole_batch(folders, tmp_p
         assert path.read_bytes() == whole
         assert len(s.calls) == calls - (3 if at == len(whole) else whole[:at].count(b"\n") // 4)
 
-
 # ------------------------------------------------------------------------------ models, refused
 
 def test_targets_that_touch_embeddings_or_head_are_refused(folders):
@@ -797,14 +747,12 @@ def test_targets_that_touch_embeddings_or_head_are_refused(folders):
         with pytest.raises(SystemExit, match="--target-modules"):
             bake.load_model(parse(folders(), "--target-modules", names))
 
-
 def test_a_model_whose_logits_are_not_its_heads_is_refused(folders, monkeypatch):
     """Logits behind the head that make_head does not know of would be trained wrongly, in silence."""
     plain = bake.make_head
     monkeypatch.setattr(bake, "make_head", lambda base: lambda hidden: plain(base)(hidden) * 1.1)
     with pytest.raises(SystemExit, match="make_head"):
         bake.load_model(parse(folders("Gemma2")))
-
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_bases(folders, dtype, tmp_path):
@@ -819,11 +767,9 @@ def test_half_precision_bases(folders, dtype, tmp_path):
     assert kl.dtype == torch.float32 and all(g.dtype == torch.float32 and g.isfinite().all() for g in grads.values())
     torch.testing.assert_close(kl, loop_kl(loaded(parse(folders()))[0], examples), atol=0.1, rtol=0.1)
 
-
 # ----------------------------------------------------------------------------- a run, end to end
 
 SYSTEM = {"role": "system", "content": "Answer like a pirate, please: *arr* <b>&</b> ```x```"}
-
 
 @pytest.fixture(scope="session")
 def pirates(tmp_path_factory):
@@ -831,17 +777,14 @@ def pirates(tmp_path_factory):
     rows[0]["messages"].append({"role": "assistant", "content": "# Arr\r\n</pre>"})
     return write(tmp_path_factory.mktemp("data") / "rows.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
 
-
 def flags(model, data, out, *more):
     return ["--model", model, "--data", data, "--out", str(out), "--dtype", "float32", "--trajectories", "2",
             "--max-new-tokens", "12", "--epochs", "4", "--lr", "1e-2", "--eval-fraction", ".25", *more]
-
 
 @pytest.fixture(scope="session")
 def run(folders, pirates, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "a" / "b"
     return out, bake.main(flags(folders(), pirates, out, "--merge"))
-
 
 def test_a_run_bakes(run, capsys):
     """KL is at least halved on held-out questions; every number shown is in report.json."""
@@ -860,7 +803,6 @@ def test_a_run_bakes(run, capsys):
     assert {"kl", "lr", "grad_norm", "tokens_per_s", "epoch"} <= log[1].keys()
     assert len((out / "trajectories.jsonl").read_text().splitlines()) == 11 * 2
     assert json.loads((out / "args.json").read_text())["versions"]["torch"] == torch.__version__
-
 
 def test_the_adapter_and_the_merged_model_are_what_was_trained(run, folders):
     """Loaded with PEFT as any adapter: only lora_A and lora_B, and the KL of the report comes out of
@@ -881,7 +823,6 @@ def test_the_adapter_and_the_merged_model_are_what_was_trained(run, folders):
     assert held.mean() < 0.6 * report["kl_before"]
     assert AutoTokenizer.from_pretrained(out / "merged").chat_template == CHATML
 
-
 def test_the_card_is_inert(run):
     """Markdown and HTML of prompt, questions and answers stand as code and break nothing."""
     out, report = run
@@ -890,7 +831,6 @@ def test_the_card_is_inert(run):
     inside = [line for line in card.split("\n") if "<b>" in line or "</pre>" in line or "```" in line]
     assert inside and all(line.startswith("    ") for line in inside)
     assert "<polyline points=" in (out / "kl.svg").read_text()
-
 
 def test_the_same_command_again_says_that_it_is_done(run, folders, pirates, capsys, monkeypatch):
     """A finished run is not run again, and not overwritten by another one."""
@@ -910,7 +850,6 @@ def test_the_same_command_again_says_that_it_is_done(run, folders, pirates, caps
             Path(pirates).write_text(Path(pirates).read_text()[:-1])
     assert {p: p.read_bytes() for p in out.iterdir() if p.is_file()} == before
 
-
 def test_a_second_run_in_the_same_folder_stops(run, folders, pirates):
     out, _ = run
     import fcntl
@@ -919,14 +858,12 @@ def test_a_second_run_in_the_same_folder_stops(run, folders, pirates):
         with pytest.raises(SystemExit, match="another run is at work"):
             bake.main(flags(folders(), pirates, out, "--merge"))
 
-
 def test_runs_with_nothing_left_stop(folders, tmp_path):
     data = write(tmp_path / "rows.jsonl", '{"prompt": "a", "completion": ""}\n{"prompt": 3}\n')
     with pytest.raises(SystemExit, match="no row is left"):
         bake.main(flags(folders(), data, tmp_path / "out", "--prompt", "P", "--skip-bad-rows"))
     with pytest.raises(SystemExit, match=r"rows.jsonl:2: .*is 3: expected text"):
         bake.main(flags(folders(), data, tmp_path / "out", "--prompt", "P"))
-
 
 KILLER = """
 import os, signal, sys, threading, time
@@ -942,7 +879,6 @@ def phase(*args):  # the clock starts with the phase
 setattr(bake, sys.argv[2], phase)
 bake.main(sys.argv[4:])
 """
-
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="bit-identity is promised on the CPU")
 def test_a_run_survives_kill_9_at_any_moment(folders, pirates, tmp_path):
@@ -962,7 +898,6 @@ def test_a_run_survives_kill_9_at_any_moment(folders, pirates, tmp_path):
     for name in ("adapter_model.safetensors", "trajectories.jsonl", "kl.svg"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
-
 # ----------------------------------------------------------------------------------- fuzz
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -974,7 +909,6 @@ TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["system", "user
 ROW = JSON | st.dictionaries(st.sampled_from(["messages", "prompt", "completion", "response", "question", "ids",
                                               "system", "instruction", "input", "conversations", "tools"]),
                              JSON | TURNS | st.text(max_size=9), max_size=4)
-
 
 @given(rows=st.lists(ROW, max_size=4), prompt=st.sampled_from([None, "Be brief."]), skip=st.booleans(),
        name=st.sampled_from(["f.jsonl", "f.json", "f.txt", "f.csv"]), noise=st.binary(max_size=5))
@@ -995,13 +929,11 @@ def test_any_file_is_read_or_refused_by_line(folders, tmp_path_factory, rows, pr
         assert e.teacher[-1] == e.student[-1] and e.teacher != e.student and e.student
         assert chat.tokenizer.decode(e.student) in chat.tokenizer.decode(e.teacher)
 
-
 def fuzz_chat(args, made={}):
     key = (args.model, args.chat_template)
     if key not in made:
         made[key] = bake.Chat(args)
     return made[key]
-
 
 @given(template=st.sampled_from([LOOP, NO_SYSTEM, DROPS, MERGES, DEFAULT, DATED, THINKS, PARTS, NO_STOP, AFTER, STRICT]),
        prompt=st.text("abAB<|>{}% \n", min_size=1, max_size=9).filter(str.strip),
@@ -1024,11 +956,9 @@ def test_laws_1_and_2_for_any_template(folders, tmp_path_factory, template, prom
         assert "<|assistant|>" in student
         assert teacher.rpartition("<|assistant|>")[2] == student.rpartition("<|assistant|>")[2]
 
-
 # ----------------------------------------------------------------------- measurements: make bench
 
 DEMO = Path(bake.__file__).parent / "models" / "SmolLM2-135M-Instruct"
-
 
 @pytest.fixture(scope="module")
 def bench_model(tmp_path_factory):
@@ -1047,11 +977,9 @@ def bench_model(tmp_path_factory):
           f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else torch.get_num_threads()}")
     return model, head, args
 
-
 def sync():
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-
 
 def seconds(step):
     sync()
@@ -1059,7 +987,6 @@ def seconds(step):
     step()
     sync()
     return time.perf_counter() - start
-
 
 def peak_memory(step):
     """Bytes allocated at the highest moment of a step, above those before it."""
@@ -1073,11 +1000,9 @@ def peak_memory(step):
     memory = [(e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(np.cumsum([n for _, n in sorted(memory)]).max(), 0)
 
-
 def padded(examples, side, device):
     rows = [torch.tensor(getattr(e, side) + e.response) for e in examples]
     return torch.nn.utils.rnn.pad_sequence(rows, True).to(device)
-
 
 def dense_step(model, head, examples, _):
     """One padded batch, (B, R, V) logits of both sides at the response positions, teacher run again."""
@@ -1092,7 +1017,6 @@ def dense_step(model, head, examples, _):
     kl.mean().backward()
     return kl.mean()
 
-
 def loop_step(model, head, examples, _):
     """Sample by sample, teacher run again."""
     total = 0
@@ -1106,7 +1030,6 @@ def loop_step(model, head, examples, _):
         total += kl.detach()
     return total
 
-
 def sft_step(model, head, examples, _):
     """Plain fine-tuning: cross-entropy on the same student tokens through the library's own loss."""
     ids = padded(examples, "student", model.device)
@@ -1115,7 +1038,6 @@ def sft_step(model, head, examples, _):
         at = slice(len(e.student), len(e.student) + len(e.response))
         row[at] = tokens[at]
     model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
-
 
 @pytest.mark.bench
 def test_bench_steps(bench_model, tmp_path):
@@ -1132,15 +1054,8 @@ def test_bench_steps(bench_model, tmp_path):
         prefix = bake.shared_prefix(model, examples)
         targets = targets_for(model, examples, args, tmp_path, prefix)
 
-        def first(*_):
-            bake.response_states(model, examples, "teacher", prefix)
-            return later()
-
         def later(*_):
             return bake.train_step(model, head, examples, targets, params, args)[0]
-        with torch.no_grad(), bake.teacher_mode(model):  # the teacher pass alone, inside `first`
-            pass
-
         def first_epoch(*_):
             with bake.teacher_mode(model):
                 bake.response_states(model, examples, "teacher", prefix)
@@ -1171,7 +1086,6 @@ def test_bench_steps(bench_model, tmp_path):
           f"{table[long, 'dense'] / table[long, 'later epochs']:.1f} at {long}; dense / first: "
           f"{table[middle, 'dense'] / table[middle, 'first epoch']:.1f}, {table[long, 'dense'] / table[long, 'first epoch']:.1f}")
 
-
 @pytest.mark.bench
 def test_bench_loss_memory(bench_model):
     """What forward and backward of the loss allocate, against dense (N, V) logits."""
@@ -1193,7 +1107,6 @@ def test_bench_loss_memory(bench_model):
     gradient = 8192 * D * model.dtype.itemsize / 2 ** 20
     assert small <= 0.1 * full and large - small <= gradient, gradient
 
-
 @pytest.mark.bench
 def test_bench_sampling(bench_model, tmp_path):
     """Tokens a second of one call for all pairs with a shared prefix, against a call for each pair."""
@@ -1208,7 +1121,6 @@ def test_bench_sampling(bench_model, tmp_path):
     n = len(prompts) * 32
     print(f"\nsampling, u=512, 8 rows x 4, 32 tokens: {n / one:.0f} tokens/s one by one, {n / many:.0f} in one call: "
           f"{one / many:.1f} x")
-
 
 @pytest.mark.bench
 def test_bench_whole_run(bench_model, tmp_path):
@@ -1231,7 +1143,6 @@ def test_bench_whole_run(bench_model, tmp_path):
                 model.zero_grad()
     a, b = seconds(dense), seconds(ours)
     print(f"\nwhole run, u=512, 3 epochs of 16 responses: dense {a:.1f} s, bake.py {b:.1f} s: {a / b:.1f} x")
-
 
 @pytest.mark.bench
 def test_bench_many_rows(folders, tmp_path):
