@@ -16,12 +16,11 @@ and does not. The KL is exact, and as cheap as plain fine-tuning however long u 
     $ python bake.py --model Qwen/Qwen3-0.6B --data examples/pirate.jsonl
     $ python bake.py --model DIR --data questions.txt --prompt "You are ..." --out runs/mine
 
-Left out on purpose: top-k approximations of the KL, sampling inside the training step, full
-fine-tuning. The file is in the order of a run. Shapes: B samples, T tokens, R response tokens,
-D hidden size, V vocabulary, N response tokens of a batch or of the whole set.
+Left out: top-k approximations of the KL, sampling inside the training step, full fine-tuning.
+Shapes: B samples, T tokens, R response tokens, D hidden size, V vocabulary, N tokens to predict.
 """
-import argparse, contextlib, copy, csv, datetime, fcntl, hashlib, importlib.util  # noqa: E401
-import inspect, json, math, os, re, shutil, signal, sys, time  # noqa: E401
+import argparse, contextlib, copy, csv, datetime, fcntl, functools, hashlib  # noqa: E401
+import importlib.util, inspect, json, math, os, re, shutil, signal, sys, time  # noqa: E401
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ import peft
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     flag("--trajectories", type=int, default=4, help="responses sampled per row that has none")
     flag("--max-new-tokens", type=int, default=128, help="tokens of the longest of them")
     flag("--temperature", type=float, default=1.0, help="with top-p 1 and top-k 0; 0 is greedy")
-    flag = p.add_argument_group("LoRA and training").add_argument
+    flag = p.add_argument_group("training and evaluation").add_argument
     flag("--rank", type=int, default=16, help="rank of the LoRA matrices")
     flag("--alpha", type=float, default=32, help="LoRA alpha: updates are scaled by alpha / rank")
     flag("--target-modules", default="all-linear", help="or module names with commas between")
@@ -72,7 +72,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     flag("--kl-temperature", type=float, default=1.0, help="softmax temperature of the trained KL")
     flag("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
     flag("--save-every", type=int, default=100, help="steps between checkpoints")
-    flag = p.add_argument_group("evaluation").add_argument
     flag("--eval-fraction", type=float, default=0.15, help="share of the questions held out")
     flag("--eval-data", help="held-out rows from a file of their own instead")
     flag = p.add_argument_group("machine and output").add_argument
@@ -86,17 +85,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = p.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("temperature", "warmup", "eval_fraction", "seed") else 1e-9
-        if type(value) in (int, float) and not least <= value < math.inf:
-            p.error(f"--{name.replace('_', '-')} {value}: expected more than 0")
-    if args.eval_fraction >= 1 or args.warmup >= 1 or not isinstance(args.template_kwargs, dict):
-        p.error("expected --eval-fraction and --warmup below 1, --template-kwargs a JSON object")
+        most = 1 - 1e-9 if name in ("warmup", "eval_fraction") else sys.maxsize
+        if type(value) in (int, float) and not least <= value <= most:
+            p.error(f"--{name.replace('_', '-')} {value}: expected a number from {least} to {most}")
     args.prompt = read_text(args.prompt_file).strip() if args.prompt_file else args.prompt
-    for text in (args.prompt, args.student_prompt):
-        if text is not None and not re.fullmatch(r"\s*[^\s\ud800-\udfff][^\ud800-\udfff]*", text):
-            p.error("the prompt is empty or not UTF-8: expected text")
+    if not ("?" if args.prompt is None else args.prompt).strip() or not isinstance(args.template_kwargs, dict):
+        p.error("expected a prompt that is not empty, and --template-kwargs that are a JSON object")
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype.replace("auto", "bfloat16" if "cuda" in args.device else "float32")
     args.micro_batch_size = min(args.micro_batch_size or args.batch_size, args.batch_size)
+    args.trajectories = args.trajectories if args.temperature else 1  # greedy ones are all alike
     args.date = datetime.date.today().isoformat()  # for templates that print it; claim() keeps it
     return args
 
@@ -104,8 +102,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 ROLES = dict(system="system", developer="system", user="user", human="user",
              assistant="assistant", gpt="assistant", model="assistant")
-SHAPES = [pair.split("+") for pair in ("messages+response conversations+response prompt+completion "
-          "prompt+response question+answer instruction+output user_message+response").split()]
+ASKS = ("messages", "conversations", "prompt", "question", "instruction", "user_message")
+REPLIES = {"prompt": "completion", "question": "answer", "instruction": "output", "": "response"}
 
 class BadRow(ValueError):
     """A row that cannot be used. The message says what was found and what was expected."""
@@ -131,33 +129,40 @@ def read_rows(path: str) -> list[tuple[str, object]]:
     """A data file or hub data set -> [(file:line, row)]; a row that cannot be parsed is a BadRow.
     In a .json array a row's line is its number; a .json file of another kind holds JSON lines."""
     kind = Path(path).suffix.lower()
-    if kind in (".jsonl", ".json", ".csv", ".txt"):
+    if kind not in (".jsonl", ".json", ".csv", ".txt"):
+        must(not os.path.exists(path), f"{path}: expected .jsonl, .json, .csv or .txt")
+        must(importlib.util.find_spec("datasets"), f"{path}: no such file; `pip install datasets` "
+             "reads data sets of the hub")
+        import datasets
+        rows = list(enumerate(datasets.load_dataset(path, split="train"), 1))
+    else:
+        must(os.path.isfile(path), f"{path}: no such file")
         text = read_text(path)
         lines = text.split("\n")  # not splitlines: JSON strings may hold U+2028
         rows = [(n, line.strip()) for n, line in enumerate(lines, 1) if line.strip()]
         if kind == ".csv":
-            reader = csv.DictReader((line + "\n" for line in lines), restkey="")
-            rows = [(reader.line_num, cells) for cells in reader]
+            csv.field_size_limit(2 ** 31 - 1)
+            reader = csv.DictReader((line + "\n" for line in lines), restkey="", strict=True)
+            try:
+                reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+                rows = [(reader.line_num, cells) for cells in reader]
+            except csv.Error as error:
+                raise SystemExit(f"{path}:{reader.reader.line_num}: expected CSV, found {error}") from None
         elif kind == ".json" and text.lstrip().startswith("["):
             array = parse_json(text)
             rows = list(enumerate(array, 1)) if isinstance(array, list) else [(1, array)]
         elif kind != ".txt":
             rows = [(n, parse_json(line)) for n, line in rows]
-    else:
-        must(not os.path.exists(path), f"{path}: expected .jsonl, .json, .csv or .txt")
-        must(importlib.util.find_spec("datasets"),
-             f"{path}: no such file; for a data set of the hub, pip install datasets")
-        import datasets
-        rows = list(enumerate(datasets.load_dataset(path, split="train"), 1))
     must(rows, f"{path}: expected rows, found none")
     return [(f"{path}:{n}", row) for n, row in rows]
 
 def plain_text(content: object, what: str) -> str:
     """Text, or a list of text parts, as one string."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else brief(part)
+        need(kind == "text", f"{what} has a part of type {kind!r}: only text can be baked")
     if isinstance(content, list):
-        kinds = [part.get("type") if isinstance(part, dict) else brief(part) for part in content]
-        need(set(map(str, kinds)) <= {"text"}, f"{what} has parts {kinds}: only text can be baked")
-        return "".join(plain_text(part.get("text"), what) for part in content)
+        content = "".join(plain_text(part.get("text"), what) for part in content)
     need(isinstance(content, str), f"{what} is {brief(content)}: expected text")
     need(not re.search("[\ud800-\udfff]", content), f"{what} is not valid UTF-8")
     return content
@@ -178,27 +183,26 @@ def read_messages(turns: object, role: str) -> list[dict]:
 def conversations(row: object) -> list[tuple[list[dict], str | None]]:
     """A row of any accepted shape -> [(messages, response)], one for each assistant turn, with the
     whole history before it; the response is None where it is to be sampled. Raises BadRow."""
+    need(not isinstance(row, BadRow), str(row))
     row = {"messages": row} if isinstance(row, (str, list)) else row
-    need(isinstance(row, dict), str(row) if isinstance(row, BadRow) else
-         f"expected an object, found {brief(row)}")
+    need(isinstance(row, dict), f"expected an object, found {brief(row)}")
     need("" not in row, "more cells than the header has: cells that hold commas need quotes")
     need(not row.get("tools"), "the row has tools: only text can be baked")
-    ask, reply = min(SHAPES, key=lambda keys: (keys[0] not in row, row.get(keys[1]) is None))
-    need(ask in row, f"found the keys {brief(list(row))}: expected those of {SHAPES}")
-    messages, given = read_messages(row[ask], "user"), row.get(reply) is not None
-    if ask == "instruction" and row.get("input"):
+    ask = next((key for key in ASKS if key in row), None)
+    need(ask, f"found the keys {brief(list(row))}: expected one of {', '.join(ASKS)}")
+    replies = sorted(REPLIES.values(), key=lambda key: key != REPLIES.get(ask))  # its own one first
+    reply = next((key for key in replies if row.get(key) is not None), None)
+    messages = read_messages(row[ask], "user")
+    if ask == "instruction" and messages and row.get("input"):
         messages[-1]["content"] += "\n\n" + plain_text(row["input"], "input")
-    if row.get("system"):
-        messages = read_messages(row["system"], "system") + messages
-    if given:
-        messages += read_messages(row[reply], "assistant")
+    messages = (read_messages(row["system"], "system") if row.get("system") else []) + messages
+    messages += read_messages(row[reply], "assistant") if reply else []
     roles = [m["role"] for m in messages]  # su... where a user message stands before each answer
     need(re.fullmatch("s?u(u|au)*a?", "".join(role[0] for role in roles)), f"found the roles "
          f"{brief(roles)}: expected at most one system message, then a user's, then by turns")
-    need(not given or roles[-1] == "assistant", f"{reply}: expected a message of the assistant")
-    ends = [i for i, role in enumerate(roles) if role == "assistant"]
-    samples = [(messages[:i], messages[i]["content"]) for i in ends]
-    return samples[-1:] if given else samples + [(messages, None)] * (roles[-1] == "user")
+    need(not reply or roles[-1] == "assistant", f"{reply}: expected a message of the assistant")
+    samples = [(messages[:i], m["content"]) for i, m in enumerate(messages) if roles[i][0] == "a"]
+    return samples[-1:] if reply else samples + [(messages, None)] * (roles[-1] == "user")
 
 # -------------------------- 3. Prompts: teacher ids, student ids, and the response ids both end in
 
@@ -234,25 +238,32 @@ class Chat:
             self.tokenizer.chat_template = read_text(args.chat_template)
         must(self.tokenizer.chat_template, f"{name} has no chat template: give --chat-template")
         eos = [self.tokenizer.eos_token_id, *np.ravel(self.generation.eos_token_id)]
-        self.stops = {int(i) for i in eos if i is not None}
-        must(self.stops, f"{name} names no stop token: expected an eos_token_id")
-        self.stop = next(int(i) for i in eos if i is not None)
+        text = config.get_text_config()
+        self.vocab = text.vocab_size
+        eos = [int(i) for i in eos if i is not None and 0 <= i < self.vocab]
+        must(eos, f"{name} names no stop token: expected an eos_token_id")
+        self.stops, self.stop, self.kwargs = set(eos), eos[0], args.template_kwargs
         control = [token.content for token in self.tokenizer.added_tokens_decoder.values()
                    if token.special or re.fullmatch(r"<[|｜].+[|｜]>", token.content)]
-        control += self.tokenizer.convert_ids_to_tokens(sorted(self.stops))
-        self.control = re.compile("|".join(map(re.escape, control)))  # data must not hold one
-        text, self.kwargs = config.get_text_config(), args.template_kwargs
+        self.control = re.compile("|".join(map(re.escape, control)) or "$^")  # data must not hold one
+        self.window = getattr(text, "sliding_window", 0) or getattr(text, "window_size", 0) or sys.maxsize
         self.limit = getattr(text, "max_position_embeddings", 0) or sys.maxsize
-        self.window = getattr(text, "sliding_window", 0) or sys.maxsize
+        rope = getattr(text, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":  # past this, a batch's longest row changes the others
+            self.limit = rope["original_max_position_embeddings"]
         day = datetime.datetime.fromisoformat(args.date)  # for both sides and for a resumed run
         self.clock = Args(now=lambda: day)
         # try out what the template takes: content as text or as parts, a system message or none
         probe = [{"role": role, "content": f"Some {role} text."} for role in ("user", "assistant")]
+        self.lead = ""  # white space that the template puts before an answer: the model emits it
         for self.folds, self.parts in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
             with contextlib.suppress(BadRow):
                 self.render("Some system text.", probe[:1])
-                ending = self.render(None, probe, generation=False).rpartition("text.")[2]
+                whole, start = self.render(None, probe, generation=False), self.render(None, probe[:1])
+                before, _, ending = whole.rpartition(probe[1]["content"])
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
+                if before.startswith(start) and before[len(start):].isspace():
+                    self.lead = before[len(start):]
                 break
 
     def ids(self, text: str) -> list[int]:
@@ -286,7 +297,8 @@ def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
     """Text -> the ids that the model would emit after a prompt ending in `tail`, and a stop id."""
     # encoded behind the tail, for some tokenizers mark the start of a text, which this is not; but
     # behind something else if tail and response would merge over the seam
-    for before in (tail, ":", ""):
+    response = response if response[:1].isspace() else chat.lead + response
+    for before in (tail or ":", ":", ""):
         start, ids = chat.ids(before), chat.ids(before + response)
         if ids[:len(start)] == start:
             return ids[len(start):] + [chat.stop]
@@ -299,9 +311,11 @@ def build_example(where: str, messages: list[dict], response: str | None, sample
     must(own is None or args.prompt is None,
          f"{where}: found a system message, and --prompt too: expected one prompt to bake")
     system, turns = own or args.prompt, messages[own is not None:]
-    need(system, "neither a system message nor --prompt: expected a prompt to bake")
-    texts = [system, args.student_prompt or "", response or ""] + [m["content"] for m in turns]
-    found = chat.control.search("\n".join(texts))
+    need(system and plain_text(system, "the prompt"), "neither a system message nor --prompt: expected a prompt to bake")
+    kept = response is not None and isinstance(sampled, list) and all(
+        type(i) is int and 0 <= i < chat.vocab for i in sampled) and chat.text(sampled) == response
+    texts = [system, args.student_prompt, None if kept else response] + [m["content"] for m in turns]
+    found = chat.control.search("\n".join(text or "" for text in texts))
     need(not found, f"the text holds {found and found[0]!r}, a control token of this model")
     seen, text = chat.render(system, turns), chat.render(args.student_prompt, turns)
     teacher, student = chat.ids(seen), chat.ids(text)
@@ -310,9 +324,8 @@ def build_example(where: str, messages: list[dict], response: str | None, sample
     need(seen.rpartition(last)[2] == tail, f"expected both prompts to end in {tail!r}")
     room = chat.limit - max(len(teacher), len(student))
     need(room > 0, f"the prompt has {len(teacher)} tokens, the context {chat.limit}: no room left")
-    ids = None if response is None else encode_response(chat, tail, response)
-    if ids and isinstance(sampled, list) and chat.text(sampled) == response:
-        ids = sampled
+    ids = sampled if kept else response and encode_response(chat, tail, response)
+    need(not ids or not chat.stops & set(ids[:-1]), "the response holds a stop token of this model")
     messages = [{"role": "system", "content": system}] + turns
     return Example(where, messages, teacher, student, ids and ids[:room], len(ids or "") > room)
 
@@ -321,30 +334,30 @@ def build_examples(rows: list[tuple], chat: Chat, args: Args, drops: dict) -> li
     the places of what was left out, by reason. So do empty responses: they teach nothing."""
     examples = []
     for where, row in rows:
-        ids, new = row.get("ids") if isinstance(row, dict) else None, []
+        ids = row.get("ids") if isinstance(row, dict) else None
         try:
-            for messages, response in conversations(row):
-                if response is not None and not response.strip():
-                    drops["the response is empty"].append(where)
-                else:
-                    new.append(build_example(where, messages, response, ids, chat, args))
+            turns = conversations(row)
+            full = [(m, response) for m, response in turns if response is None or response.strip()]
+            examples += [build_example(where, m, response, ids, chat, args) for m, response in full]
+            drops["the response is empty"] += [where] * (len(turns) - len(full))
         except BadRow as error:
             must(args.skip_bad_rows, f"{where}: {error}")
             drops[str(error)].append(where)
-        else:
-            examples += new
     return examples
 
-def split(examples: list[Example], apart: list[Example], args: Args) -> list[Example]:
+def split(examples: list[Example], apart: list[Example], args: Args, drops: dict) -> list[Example]:
     """Marks what is held out, by question, so that all responses to one are on one side: a share of
     the questions, or those of `apart` (--eval-data), which then are not trained on."""
     digest = lambda question: hashlib.sha256(f"{args.seed} {question}".encode()).digest()
     questions = sorted({e.question for e in examples}, key=digest)
     count = min(math.ceil(args.eval_fraction * len(questions)), len(questions) - 1)
-    held = {e.question for e in apart} or set(questions[:count])
+    held = {e.question for e in apart} if args.eval_data else set(questions[:count])
     for e in examples + apart:
         e.held_out = e.question in held
-    return [e for e in examples if not (apart and e.held_out)] + apart
+    if args.eval_data:
+        drops["the question is in --eval-data"] += [e.where for e in examples if e.held_out]
+        examples = [e for e in examples if not e.held_out] + apart
+    return examples
 
 # --------------------------- 4. Sampling: the prompted model answers the rows that have no response
 
@@ -397,7 +410,8 @@ def sample_responses(model, chat: Chat, examples: list[Example], prefix: tuple, 
     drops["the sampled response is empty"] += [e.where for e, ids in zip(asked, sampled)
                                                if chat.stops >= set(ids)]
     return [e for e in examples if e.response is not None] + [
-        replace(e, response=ids) for e, ids in zip(asked, sampled) if not chat.stops >= set(ids)]
+        replace(e, response=ids, cut=len(ids) < args.max_new_tokens and ids[-1] not in chat.stops)
+        for e, ids in zip(asked, sampled) if not chat.stops >= set(ids)]
 
 # ---------------------------------------------------------------------------------------- 5. Loss
 
@@ -463,7 +477,7 @@ def load_model(args: Args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
     base = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=getattr(torch, args.dtype), trust_remote_code=args.trust_remote_code)
-    names, what = args.target_modules, f"--target-modules {args.target_modules}"
+    names, what = args.target_modules.replace(" ", ""), f"--target-modules {args.target_modules}"
     torch.manual_seed(args.seed)
     try:
         model = peft.get_peft_model(base.to(args.device), peft.LoraConfig(
@@ -473,6 +487,12 @@ def load_model(args: Args) -> tuple:
         raise SystemExit(f"{what}: {error}") from None
     for end in (base.get_input_embeddings(), base.get_output_embeddings()):
         must(not hasattr(end, "lora_A"), f"{what}: expected neither embeddings nor head")
+    for name in names.replace("all-linear", "").split(","):
+        must(any(re.search(rf"\b{re.escape(name)}\.lora_A", n) for n, _ in model.named_parameters()),
+             f"{what}: found no module {name!r}")
+    for layer in model.modules() if args.gradient_checkpointing else ():
+        if isinstance(layer, GradientCheckpointingLayer):  # in eval mode too, where dropout is off
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     head, ids = make_head(base), torch.arange(8, device=args.device)[None]
     with torch.no_grad():
         logits = base(input_ids=ids).logits
@@ -484,7 +504,7 @@ def load_model(args: Args) -> tuple:
 def make_head(base):
     """-> (n, D) hidden states -> (n, V) logits, with the maps some models put behind the matrix."""
     config, linear = base.config.get_text_config(), base.get_output_embeddings()
-    scale = getattr(config, "logit_scale", 1) / getattr(config, "logits_scaling", 1)
+    scale = (getattr(config, "logit_scale", 1) or 1) / getattr(config, "logits_scaling", 1)
     cap = getattr(config, "final_logit_softcapping", None)
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
@@ -543,6 +563,7 @@ def shared_prefix(model, examples: list[Example]) -> tuple:
             out = trunk(input_ids=ids, use_cache=True)
         cache = out.cache if "cache" in out else out.past_key_values
         cached(trunk, cache, 2)
+        need(cache.get_seq_length() == n, "its cache holds no tokens")
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         print(f"this model shares no prefix ({error}): the teacher reads every prompt in full")
         return 0, None
@@ -634,12 +655,6 @@ def train(model, head, examples: list[Example], targets: torch.Tensor, args: Arg
         model.load_state_dict(weights, strict=False)
         optimizer.load_state_dict(state)
     write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in log))
-    if args.gradient_checkpointing:  # only layers in training mode do it; dropout stays off
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for module in model.modules():
-            module.training = isinstance(module, GradientCheckpointingLayer)
-            if module.training and isinstance(getattr(module, "dropout", None), float):  # OPT
-                module.dropout = 0.0
     bar = tqdm(total=len(plan), initial=max(len(log) - 1, 0), desc="training", unit="step")
     saved = len(log) - 1
     for step in range(len(log), len(plan) + 1):  # step 0 only evaluates
@@ -666,7 +681,6 @@ def train(model, head, examples: list[Example], targets: torch.Tensor, args: Arg
             state = ({name: p.data for name, p in params.items()}, optimizer.state_dict(), log)
             write_whole(out / "checkpoint.pt", lambda part: torch.save(state, part))
             saved = step
-    model.eval()
     return log
 
 # -------------------------------------------------------------------------------------- 9. Report
@@ -685,7 +699,7 @@ def samples(model, chat: Chat, examples: list[Example], args: Args) -> list[dict
     return [{"question": e.messages[-1]["content"], "base": b, "prompted": p, "baked": k}
             for e, b, p, k in zip(shown, base, prompted, answers("student"))]
 
-def make_report(examples: list[Example], read: int, drops: dict, log: list[dict]) -> dict:
+def make_report(examples: list[Example], read: int, drops: dict, log: list[dict], args: Args) -> dict:
     """Every number that the terminal, the card and a paper show, and plain words on them."""
     report = {"rows_read": read, "rows_used": len({e.where for e in examples}),
               "rows_dropped": sum(map(len, drops.values())),
@@ -709,10 +723,13 @@ def make_report(examples: list[Example], read: int, drops: dict, log: list[dict]
             (before >= NOISE and 0 <= 1 - after / before < 0.2, "less than a fifth was recovered: try "
              "more rows, --trajectories or --epochs, or a higher --lr or --rank"),
             (best < 0.9 * after, f"an earlier epoch had KL {best:.4f}: try fewer --epochs"),
-            (trained < 0.5 * after, f"the training KL, {trained:.4f} at the end, is far below the "
+            (args.kl_temperature == 1 and trained < 0.5 * after, f"the training KL, {trained:.4f} at the end, is far below the "
              "held-out one: try more rows or fewer --epochs"),
-            (report["held_out_questions"] < 5, "fewer than 5 held-out questions: a rough number"),
         ) if holds]
+    if report["held_out_questions"] < 5:
+        notes.append("fewer than 5 questions were held out: the numbers are rough, if there are any")
+    if len(prompts := {e.messages[0]["content"] for e in examples}) > 1:
+        notes.append(f"{len(prompts)} different prompts were baked; the first of them is shown")
     return report | {"notes": notes}
 
 def report_text(report: dict) -> str:
@@ -773,6 +790,8 @@ def claim(out: Path, args: Args) -> tuple:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SystemExit(f"--out {out}: another run is at work there") from None
+    must((out / "args.json").exists() or not set(os.listdir(out)) - {".lock", "args.json.part"},
+         f"--out {out} holds files of something else: expected a new folder, or an earlier run's")
     old = json.loads(read_text(out / "args.json")) if (out / "args.json").exists() else {}
     args.date = old.get("date", args.date)
     new = dict(vars(args)) | {f"sha256 of {name}": sha256(getattr(args, name) or "")
@@ -791,25 +810,17 @@ def sha256(what: str) -> str:
     if os.path.isdir(what):
         starts = [file.open("rb").read(2 ** 20) for file in sorted(Path(what).iterdir()) if file.is_file()]
         return hashlib.sha256(b"".join(starts)).hexdigest()
-    return hashlib.sha256(Path(what).read_bytes() if os.path.isfile(what) else what.encode()).hexdigest()
+    return hashlib.sha256(Path(what).read_bytes() if os.path.isfile(what) else what.encode(errors="surrogateescape")).hexdigest()
 
 # ---------------------------------------------------------------------------------------- 11. main
 
-def main(argv: list[str] | None = None) -> dict:
+def bake(args: Args, out: Path, identity: str) -> dict:
     """A whole run, or what is left of one -> its report."""
-    args = parse_args(argv)
-    out = Path(args.out)
-    lock, identity = claim(out, args)
-    if (out / "report.json").exists():
-        report = json.loads(read_text(out / "report.json"))
-        print(f"{out} is done\n{report_text(report)}")
-        return report
     drops, chat, rows = defaultdict(list), Chat(args), read_rows(args.data)
     apart = read_rows(args.eval_data) if args.eval_data else []
     examples = split(build_examples(rows, chat, args, drops),
-                     build_examples(apart, chat, args, drops), args)
-    must(not all(e.held_out for e in examples), f"{args.data}: no row is left to train on; dropped: "
-         f"{dict(drops)}")
+                     build_examples(apart, chat, args, drops), args, drops)
+    check_sides(examples, args, drops)
     write_whole(out / "args.json", identity)
     for side in ("teacher", "student"):
         print(f"--- the {side} reads, in {examples[0].where}:")
@@ -820,9 +831,10 @@ def main(argv: list[str] | None = None) -> dict:
     prefix = shared_prefix(model, examples)
     examples = sample_responses(
         model, chat, examples, prefix, out / "trajectories.jsonl", args, drops)
+    check_sides(examples, args, drops)
     targets = teacher_targets(model, examples, prefix, out / "targets", args)
     log = train(model, head, examples, targets, args, out)
-    report = make_report(examples, len(rows) + len(apart), drops, log)
+    report = make_report(examples, len(rows) + len(apart), drops, log, args)
     report["prompt"] = examples[0].messages[0]["content"]
     report["samples"] = samples(model, chat, examples, args)
     model.save_pretrained(out)
@@ -835,6 +847,23 @@ def main(argv: list[str] | None = None) -> dict:
         model.save_pretrained(out / "merged")
         chat.tokenizer.save_pretrained(out / "merged")
     write_whole(out / "report.json", json.dumps(report, indent=2))  # from here on it is done
+    return report
+
+def check_sides(examples: list[Example], args: Args, drops: dict) -> None:
+    sides = {e.held_out for e in examples}
+    must(False in sides and (True in sides or not args.eval_data), "no row is left to train on, or of "
+         f"--eval-data; dropped: {({reason: len(at) for reason, at in drops.items() if at})}")
+
+def main(argv: list[str] | None = None) -> dict:
+    """Runs, goes on with, or shows what the command line asks for -> its report."""
+    args = parse_args(argv)
+    out = Path(args.out)
+    lock, identity = claim(out, args)  # held until the end
+    if (out / "report.json").exists():
+        print(f"{out} is done")
+        report = json.loads(read_text(out / "report.json"))
+    else:
+        report = bake(args, out, identity)
     for name in ("targets", "checkpoint.pt"):
         (out / name).unlink(missing_ok=True)
     print(report_text(report))
@@ -849,4 +878,4 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError as error:
         sys.exit(f"{error}\nless memory: --micro-batch-size 1, --gradient-checkpointing, --batch-size")
     except OSError as error:
-        sys.exit(f"{error}; what was whole in --out still is")
+        sys.exit(f"{error}; what is whole in --out stays so")
