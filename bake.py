@@ -89,8 +89,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if type(value) in (int, float) and not least <= value <= most:
             p.error(f"--{name.replace('_', '-')} {value}: expected a number from {least} to {most}")
     args.prompt = read_text(args.prompt_file).strip() if args.prompt_file else args.prompt
-    if not ("?" if args.prompt is None else args.prompt).strip() or not isinstance(args.template_kwargs, dict):
-        p.error("expected a prompt that is not empty, and --template-kwargs that are a JSON object")
+    if args.prompt is not None and not args.prompt.strip():
+        p.error("the prompt is empty: expected text")
+    if not isinstance(args.template_kwargs, dict):
+        p.error("--template-kwargs: expected a JSON object")
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype.replace("auto", "bfloat16" if "cuda" in args.device else "float32")
     args.micro_batch_size = min(args.micro_batch_size or args.batch_size, args.batch_size)
@@ -102,8 +104,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 ROLES = dict(system="system", developer="system", user="user", human="user",
              assistant="assistant", gpt="assistant", model="assistant")
-ASKS = ("messages", "conversations", "prompt", "question", "instruction", "user_message")
-REPLIES = {"prompt": "completion", "question": "answer", "instruction": "output", "": "response"}
+REPLIES = {"prompt": "completion", "question": "answer", "instruction": "output",
+           "user_message": "response"}  # each question takes its own reply first, then any
+ASKS = ("messages", "conversations", *REPLIES)
 
 class BadRow(ValueError):
     """A row that cannot be used. The message says what was found and what was expected."""
@@ -147,7 +150,7 @@ def read_rows(path: str) -> list[tuple[str, object]]:
                 reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
                 rows = [(reader.line_num, cells) for cells in reader]
             except csv.Error as error:
-                raise SystemExit(f"{path}:{reader.reader.line_num}: expected CSV, found {error}") from None
+                raise SystemExit(f"{path}:{reader.reader.line_num}: expected CSV, found {error}")
         elif kind == ".json" and text.lstrip().startswith("["):
             array = parse_json(text)
             rows = list(enumerate(array, 1)) if isinstance(array, list) else [(1, array)]
@@ -190,7 +193,7 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
     need(not row.get("tools"), "the row has tools: only text can be baked")
     ask = next((key for key in ASKS if key in row), None)
     need(ask, f"found the keys {brief(list(row))}: expected one of {', '.join(ASKS)}")
-    replies = sorted(REPLIES.values(), key=lambda key: key != REPLIES.get(ask))  # its own one first
+    replies = [REPLIES[ask], *REPLIES.values()] if ask in REPLIES else ["response"]
     reply = next((key for key in replies if row.get(key) is not None), None)
     messages = read_messages(row[ask], "user")
     if ask == "instruction" and messages and row.get("input"):
@@ -245,11 +248,12 @@ class Chat:
         self.stops, self.stop, self.kwargs = set(eos), eos[0], args.template_kwargs
         control = [token.content for token in self.tokenizer.added_tokens_decoder.values()
                    if token.special or re.fullmatch(r"<[|｜].+[|｜]>", token.content)]
-        self.control = re.compile("|".join(map(re.escape, control)) or "$^")  # data must not hold one
-        self.window = getattr(text, "sliding_window", 0) or getattr(text, "window_size", 0) or sys.maxsize
+        self.control = re.compile("|".join(map(re.escape, control)) or "$^")  # refused in data
+        windows = [getattr(text, name, None) for name in ("sliding_window", "window_size")]
+        self.window = min((w for w in windows if w), default=sys.maxsize)
         self.limit = getattr(text, "max_position_embeddings", 0) or sys.maxsize
         rope = getattr(text, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":  # past this, a batch's longest row changes the others
+        if rope.get("rope_type") == "longrope":  # past it a batch's longest row changes the others
             self.limit = rope["original_max_position_embeddings"]
         day = datetime.datetime.fromisoformat(args.date)  # for both sides and for a resumed run
         self.clock = Args(now=lambda: day)
@@ -259,8 +263,9 @@ class Chat:
         for self.folds, self.parts in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
             with contextlib.suppress(BadRow):
                 self.render("Some system text.", probe[:1])
-                whole, start = self.render(None, probe, generation=False), self.render(None, probe[:1])
-                before, _, ending = whole.rpartition(probe[1]["content"])
+                start = self.render(None, probe[:1])
+                whole = self.render(None, probe, generation=False)
+                before, _, ending = whole.rpartition("Some assistant text.")
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
                 if before.startswith(start) and before[len(start):].isspace():
                     self.lead = before[len(start):]
@@ -311,10 +316,11 @@ def build_example(where: str, messages: list[dict], response: str | None, sample
     must(own is None or args.prompt is None,
          f"{where}: found a system message, and --prompt too: expected one prompt to bake")
     system, turns = own or args.prompt, messages[own is not None:]
-    need(system and plain_text(system, "the prompt"), "neither a system message nor --prompt: expected a prompt to bake")
+    need(system and plain_text(system, "the prompt"),
+         "found neither a system message nor --prompt: expected a prompt to bake")
     kept = response is not None and isinstance(sampled, list) and all(
         type(i) is int and 0 <= i < chat.vocab for i in sampled) and chat.text(sampled) == response
-    texts = [system, args.student_prompt, None if kept else response] + [m["content"] for m in turns]
+    texts = [system, args.student_prompt, not kept and response, *(m["content"] for m in turns)]
     found = chat.control.search("\n".join(text or "" for text in texts))
     need(not found, f"the text holds {found and found[0]!r}, a control token of this model")
     seen, text = chat.render(system, turns), chat.render(args.student_prompt, turns)
@@ -378,8 +384,9 @@ def generate(model, chat: Chat, prompts: list[list[int]], prefix: tuple, most: i
     config = GenerationConfig(
         max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
         pad_token_id=chat.stop, eos_token_id=sorted(chat.stops), **sampling)
-    out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
-                         generation_config=config, **cached(model.get_base_model(), cache, len(prompts)))
+    out = model.generate(
+        input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+        generation_config=config, **cached(model.get_base_model(), cache, len(ids)))
     rows = out[:, width:].tolist()
     ends = [next((i for i, t in enumerate(row) if t in chat.stops), len(row)) for row in rows]
     return [row[:end + 1] for row, end in zip(rows, ends)]
@@ -488,8 +495,8 @@ def load_model(args: Args) -> tuple:
     for end in (base.get_input_embeddings(), base.get_output_embeddings()):
         must(not hasattr(end, "lora_A"), f"{what}: expected neither embeddings nor head")
     for name in names.replace("all-linear", "").split(","):
-        must(any(re.search(rf"\b{re.escape(name)}\.lora_A", n) for n, _ in model.named_parameters()),
-             f"{what}: found no module {name!r}")
+        found = [n for n, _ in model.named_parameters() if f".{name}.lora_A" in f".{n}"]
+        must(found or names == "all-linear", f"{what}: found no module {name!r}")
     for layer in model.modules() if args.gradient_checkpointing else ():
         if isinstance(layer, GradientCheckpointingLayer):  # in eval mode too, where dropout is off
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -497,8 +504,8 @@ def load_model(args: Args) -> tuple:
     with torch.no_grad():
         logits = base(input_ids=ids).logits
         gap = (head(hidden_states(model, ids)) - logits).abs().max() / logits.abs().max()
-    must(gap < 1e-2, f"--model {args.model}: expected logits that its head makes of its last hidden "
-         "states, found others: make_head does not know this kind of model")
+    must(gap < 1e-2, f"--model {args.model}: its logits are not what its head makes of its last "
+         "hidden states: make_head does not know this kind of model")
     return model, head
 
 def make_head(base):
@@ -573,7 +580,7 @@ def shared_prefix(model, examples: list[Example]) -> tuple:
 
 def teacher_targets(model, examples: list[Example], prefix: tuple, path: Path, args: Args):
     """-> (N, D) final hidden states of the teacher, in the file `path`, not in memory; examples are
-    told their rows. While it grows the file is PATH.part: rows of zeros there are yet to be done."""
+    told their rows. A file in the making is PATH.part: rows of zeros there are yet to be done."""
     examples = sorted(examples, key=lambda e: len(e.teacher) + len(e.response))
     N, D = 0, model.config.get_text_config().hidden_size
     for e in examples:
@@ -602,8 +609,8 @@ def both_states(model, examples: list[Example], targets: torch.Tensor) -> tuple:
 # ------------------------------------------------------------------------------------ 8. Training
 
 def batches(examples: list[Example], args: Args, epoch: int) -> list[list[Example]]:
-    """The batches of an epoch, a pure function of (seed, epoch). Every 8 batches' worth of shuffled
-    examples is sorted by length before it is cut, so that padding is little; then they are shuffled."""
+    """The batches of an epoch, a pure function of (seed, epoch). Examples are shuffled, each 8
+    batches' worth is sorted by length, so that little is padded, and cut; batches are shuffled."""
     rng, size, out = np.random.default_rng([args.seed, epoch]), args.batch_size, []
     order = [examples[i] for i in rng.permutation(len(examples))]
     for i in range(0, len(order), 8 * size):
@@ -642,9 +649,9 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     fall = 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / (steps - warmup + 1))
     return args.lr * (step / warmup if step <= warmup else fall)
 
-def train(model, head, examples: list[Example], targets: torch.Tensor, args: Args, out: Path) -> list:
-    """Trains the adapters on what is not held out -> one dict a step, as in OUT/metrics.jsonl. Order
-    and lr are functions of the step: a checkpoint needs weights, optimizer and log, nothing else."""
+def train(model, head, examples: list[Example], targets, args: Args, out: Path) -> list[dict]:
+    """Trains the adapters on what is not held out -> a dict a step, as in OUT/metrics.jsonl. Order
+    and lr are functions of the step: a checkpoint is weights, optimizer and log, nothing else."""
     held_out, trained = ([e for e in examples if e.held_out is held] for held in (True, False))
     plan = [(epoch, batch) for epoch in range(args.epochs)
             for batch in batches(trained, args, epoch)]
@@ -673,7 +680,7 @@ def train(model, head, examples: list[Example], targets: torch.Tensor, args: Arg
             bar.update()
         if measure := held_out and step % (len(plan) // args.epochs) == 0:
             entry |= evaluate(model, head, held_out, targets, args)
-            bar.write(f"step {step}: held-out KL {entry['eval_kl']:.4f}, top-1 {entry['eval_top1']:.3f}")
+            bar.write(f"step {step}: held-out KL {entry['eval_kl']:.4f}")
         log.append(entry)
         with (out / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
@@ -699,7 +706,7 @@ def samples(model, chat: Chat, examples: list[Example], args: Args) -> list[dict
     return [{"question": e.messages[-1]["content"], "base": b, "prompted": p, "baked": k}
             for e, b, p, k in zip(shown, base, prompted, answers("student"))]
 
-def make_report(examples: list[Example], read: int, drops: dict, log: list[dict], args: Args) -> dict:
+def make_report(examples: list[Example], read: int, drops: dict, log: list, args: Args) -> dict:
     """Every number that the terminal, the card and a paper show, and plain words on them."""
     report = {"rows_read": read, "rows_used": len({e.where for e in examples}),
               "rows_dropped": sum(map(len, drops.values())),
@@ -711,23 +718,23 @@ def make_report(examples: list[Example], read: int, drops: dict, log: list[dict]
     notes = [f"dropped {len(at)}: {reason} (first: {at[0]})" for reason, at in drops.items() if at]
     evals = [m for m in log if "eval_kl" in m]
     if evals:
-        (before, after), best = (evals[i]["eval_kl"] for i in (0, -1)), min(m["eval_kl"] for m in evals)
+        before, *_, after = kls = [m["eval_kl"] for m in evals] * (1 if evals[1:] else 2)
         trained = np.mean([m["kl"] for m in log[1:]][-max(len(log) // 10, 1):])
         report |= {"kl_before": before, "kl_after": after, "top1_before": evals[0]["eval_top1"],
                    "top1_after": evals[-1]["eval_top1"], "recovered": None}
         if before >= NOISE:
             report["recovered"] = 1 - after / before
         notes += [note for holds, note in (
-            (before < NOISE, f"KL before is under {NOISE}: the prompt does nothing here to be baked"),
+            (before < NOISE, f"KL before is under {NOISE}: the prompt does nothing here to bake"),
             (after > before, "held-out KL rose: the bake failed; try a lower --lr"),
-            (before >= NOISE and 0 <= 1 - after / before < 0.2, "less than a fifth was recovered: try "
-             "more rows, --trajectories or --epochs, or a higher --lr or --rank"),
-            (best < 0.9 * after, f"an earlier epoch had KL {best:.4f}: try fewer --epochs"),
-            (args.kl_temperature == 1 and trained < 0.5 * after, f"the training KL, {trained:.4f} at the end, is far below the "
-             "held-out one: try more rows or fewer --epochs"),
+            (before >= NOISE and 0.8 * before < after <= before, "less than a fifth was recovered: "
+             "try more rows, --trajectories or --epochs, or a higher --lr or --rank"),
+            (min(kls[1:]) < 0.9 * after, f"an epoch had KL {min(kls[1:]):.4f}: try fewer --epochs"),
+            (trained < 0.5 * after and args.kl_temperature == 1, "the last training KL, "
+             f"{trained:.4f}, is far below the held-out one: try more rows or fewer --epochs"),
         ) if holds]
     if report["held_out_questions"] < 5:
-        notes.append("fewer than 5 questions were held out: the numbers are rough, if there are any")
+        notes.append("fewer than 5 questions were held out: the numbers are rough, if any")
     if len(prompts := {e.messages[0]["content"] for e in examples}) > 1:
         notes.append(f"{len(prompts)} different prompts were baked; the first of them is shown")
     return report | {"notes": notes}
@@ -744,13 +751,13 @@ def curve(log: list[dict]) -> str:
     """KL by step as an SVG image: a line for training, dots for held-out questions."""
     points = [(key, m["step"], m[key]) for m in log for key in ("kl", "eval_kl") if key in m]
     wide, high = max(p[1] for p in points), max(p[2] for p in points) or 1
-    spots = [(key, f"{9 + 580 * x / wide:.1f}", f"{230 - 200 * y / high:.1f}") for key, x, y in points]
+    spots = [(k, f"{9 + 580 * x / wide:.0f}", f"{230 - 200 * y / high:.0f}") for k, x, y in points]
     line = " ".join(f"{x},{y}" for key, x, y in spots if key == "kl")
     dots = "".join(f'<circle r="4" cx="{x}" cy="{y}"/>' for key, x, y in spots if key != "kl")
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 250" font-size="12">
 <rect width="600" height="250" fill="#fff"/><path d="M9 30V230H590" fill="none" stroke="#000"/>
 <polyline points="{line}" fill="none" stroke="#36c"/><g fill="#c33">{dots}</g><text x="9" y="20">
-KL, 0 to {high:.2f} nats per token, in {wide} steps: training (line), held-out (dots)</text></svg>"""
+KL, 0 to {high:.2f} nats a token, in {wide} steps: training (line), held-out (dots)</text></svg>"""
 
 def model_card(report: dict, args: Args) -> str:
     quote = lambda text: "\n".join("    " + line for line in text.splitlines())  # as code, so inert
@@ -763,8 +770,8 @@ With this LoRA adapter the model answers without a system prompt as it would wit
 
 {quote(report["prompt"])}
 
-Made by bake.py, which minimises KL( P_θ(·|u,x) ‖ P_θu(·|x) ) (arXiv:2409.13697), with the settings in
-args.json. Load it with `peft.AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")`.
+Made by bake.py, which minimises KL( P_θ(·|u,x) ‖ P_θu(·|x) ), arXiv:2409.13697, with the settings
+in args.json. Load it with `peft.AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")`.
 
 {quote(report_text(report))}
 
@@ -808,9 +815,11 @@ def claim(out: Path, args: Args) -> tuple:
 def sha256(what: str) -> str:
     """Of a file, of the starts of the files in a folder, or of a text that is neither."""
     if os.path.isdir(what):
-        starts = [file.open("rb").read(2 ** 20) for file in sorted(Path(what).iterdir()) if file.is_file()]
-        return hashlib.sha256(b"".join(starts)).hexdigest()
-    return hashlib.sha256(Path(what).read_bytes() if os.path.isfile(what) else what.encode(errors="surrogateescape")).hexdigest()
+        files = [file for file in sorted(Path(what).iterdir()) if file.is_file()]
+        data = b"".join(file.open("rb").read(2 ** 20) for file in files)
+    else:
+        data = Path(what).read_bytes() if os.path.isfile(what) else what.encode(errors="replace")
+    return hashlib.sha256(data).hexdigest()
 
 # ---------------------------------------------------------------------------------------- 11. main
 
@@ -851,8 +860,8 @@ def bake(args: Args, out: Path, identity: str) -> dict:
 
 def check_sides(examples: list[Example], args: Args, drops: dict) -> None:
     sides = {e.held_out for e in examples}
-    must(False in sides and (True in sides or not args.eval_data), "no row is left to train on, or of "
-         f"--eval-data; dropped: {({reason: len(at) for reason, at in drops.items() if at})}")
+    must(False in sides and (True in sides or not args.eval_data), "no row is left to train on, or "
+         f"of --eval-data; dropped: {({reason: len(at) for reason, at in drops.items() if at})}")
 
 def main(argv: list[str] | None = None) -> dict:
     """Runs, goes on with, or shows what the command line asks for -> its report."""
@@ -876,6 +885,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("\nstopped; what is done is kept in --out: the same command goes on from there")
     except torch.OutOfMemoryError as error:
-        sys.exit(f"{error}\nless memory: --micro-batch-size 1, --gradient-checkpointing, --batch-size")
+        sys.exit(f"{error}\nto use less: --micro-batch-size 1, --gradient-checkpointing")
     except OSError as error:
         sys.exit(f"{error}; what is whole in --out stays so")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -906,6 +907,64 @@ def test_runs_with_nothing_left_stop(folders, tmp_path):
     with pytest.raises(SystemExit, match=r"rows.jsonl:2: .*is 3: expected text"):
         bake.main(flags(folders(), data, tmp_path / "out", "--prompt", "P"))
 
+def test_another_micro_batch_size_gives_the_same_result(folders, pirates, run, tmp_path):
+    report = bake.main(flags(folders(), pirates, tmp_path / "m", "--micro-batch-size", "3"))
+    assert report["kl_after"] == pytest.approx(run[1]["kl_after"], abs=1e-3)
+
+def test_a_failed_write_leaves_the_last_good_checkpoint(folders, pirates, run, tmp_path, monkeypatch):
+    """A disk that fills up while a checkpoint is written: one line, and the one before is whole."""
+    plain, saved = torch.save, []
+
+    def save(state, path):
+        if len(saved) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        saved.append(plain(state, path))
+    monkeypatch.setattr(torch, "save", save)
+    command = flags(folders(), pirates, tmp_path / "full", "--merge")
+    with pytest.raises(SystemExit, match="checkpoint.pt: .*No space left.*still is"):
+        bake.main(command)
+    monkeypatch.undo()
+    assert len(torch.load(tmp_path / "full" / "checkpoint.pt", weights_only=True)[2]) > 1
+    assert bake.main(command) == run[1]
+
+def test_a_step_that_is_not_finite_is_not_taken(folders, pirates, tmp_path, monkeypatch):
+    plain, steps = bake.train_step, []
+
+    def step(model, *rest):
+        result = plain(model, *rest)
+        steps.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+        return result * (math.nan if len(steps) == 3 else 1)
+    monkeypatch.setattr(bake, "train_step", step)
+    with pytest.raises(SystemExit, match=r"step 3: KL nan, gradient norm nan, in .*rows.jsonl:\d+.* holds step 2"):
+        bake.main(flags(folders(), pirates, tmp_path / "nan", "--save-every", "1"))
+    weights, _, log = torch.load(tmp_path / "nan" / "checkpoint.pt", weights_only=True)
+    assert [m["step"] for m in log] == [0, 1, 2]
+    assert all(torch.equal(weights[n].to(DEVICE), w) and w.isfinite().all() for n, w in steps[2].items())
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_in_one_line(folders, pirates, tmp_path, name):
+    command = flags(folders(), pirates, tmp_path, "--epochs", "500", "--save-every", "1")
+    process = subprocess.Popen([sys.executable, bake.__file__, *command], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "checkpoint.pt").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, name))
+    last = process.communicate()[1]
+    assert process.returncode == 1 and "Traceback" not in last
+    assert last.strip().split("\n")[-1] == "stopped; what is done is kept in --out: the same command goes on from there"
+
+@pytest.mark.parametrize("kls, training, extra, note", [
+    ([.5, .6], .5, 9, "the bake failed"), ([.5, .45], .45, 9, "less than a fifth"), ([.0005, .0001], .01, 9, "does nothing"),
+    ([.5, .1, .2], .2, 9, "an epoch had KL 0.1000"), ([.5, .2], .05, 9, "far below"), ([.5, .1], .1, 2, "fewer than 5"),
+    ([.5, .05], .05, 9, None)])
+def test_a_bake_that_failed_says_so(kls, training, extra, note):
+    examples = [Example(str(i), [SYSTEM, {"role": "user", "content": f"{i}"}], [], [], [1], held_out=i < extra) for i in range(20)]
+    log = [{"step": i, "kl": training, "eval_kl": kl, "eval_top1": 0.5} for i, kl in enumerate(kls)]
+    report = bake.make_report(examples, 20, {"because": ["f:1", "f:2"]}, log, parse("x"))
+    assert report["notes"][0] == "dropped 2: because (first: f:1)"
+    assert len(report["notes"]) == 1 + (note is not None) and (note or "") in report["notes"][-1]
+    assert ("recovered" in report) and (report["recovered"] is None) == (kls[0] < 1e-3)
+
 KILLER = """
 import os, signal, sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -916,7 +975,8 @@ def kill():
 plain = getattr(bake, sys.argv[2])
 def phase(*args):  # the clock starts with the phase
     threading.Thread(target=kill, daemon=True).start()
-    return plain(*args)
+    plain(*args)
+    time.sleep(60)  # never past the phase: killed at its end at the latest
 setattr(bake, sys.argv[2], phase)
 bake.main(sys.argv[4:])
 """
