@@ -401,9 +401,10 @@ def sample_responses(model, chat: Chat, examples: list[Example], prefix: tuple, 
         return examples
     asked.sort(key=lambda e: -len(e.teacher))
     size = 4 * args.batch_size
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # without a torn last one
-    done = len(lines) if len(lines) == len(asked) else len(lines) // size * size
-    path.write_bytes(b"".join(line + b"\n" for line in lines[:done]))
+    path.touch()
+    ends = [0] + [end.end() for end in re.finditer(b"\n", path.read_bytes())]  # a torn line has none
+    done = len(asked) if len(ends) > len(asked) else (len(ends) - 1) // size * size
+    os.truncate(path, ends[done])
     with path.open("a", encoding="utf-8") as file, teacher_mode(model):
         for i in tqdm(range(done, len(asked), size), "sampling", unit="batch"):
             torch.manual_seed(args.seed + i)

@@ -908,8 +908,9 @@ def test_runs_with_nothing_left_stop(folders, tmp_path):
     with pytest.raises(SystemExit, match=r"rows.jsonl:2: .*is 3: expected text"):
         bake.main(flags(folders(), data, tmp_path / "out", "--prompt", "P"))
 
-def test_another_micro_batch_size_gives_the_same_result(folders, pirates, run, tmp_path):
-    report = bake.main(flags(folders(), pirates, tmp_path / "m", "--micro-batch-size", "3"))
+def test_micro_batches_and_checkpointing_give_the_same_result(folders, pirates, run, tmp_path):
+    report = bake.main(flags(folders(), pirates, tmp_path / "m", "--micro-batch-size", "3",
+                             "--gradient-checkpointing"))
     assert report["kl_after"] == pytest.approx(run[1]["kl_after"], abs=1e-3)
 
 def test_a_failed_write_leaves_the_last_good_checkpoint(folders, pirates, run, tmp_path, monkeypatch):
