@@ -89,10 +89,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if type(value) in (int, float) and not least <= value <= most:
             p.error(f"--{name.replace('_', '-')} {value}: expected a number from {least} to {most}")
     args.prompt = read_text(args.prompt_file).strip() if args.prompt_file else args.prompt
-    if args.prompt is not None and not args.prompt.strip():
-        p.error("the prompt is empty: expected text")
-    if not isinstance(args.template_kwargs, dict):
-        p.error("--template-kwargs: expected a JSON object")
+    must(args.prompt is None or args.prompt.strip(), "the prompt is empty: expected text")
+    must(isinstance(args.template_kwargs, dict), "--template-kwargs: expected a JSON object")
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype.replace("auto", "bfloat16" if "cuda" in args.device else "float32")
     args.micro_batch_size = min(args.micro_batch_size or args.batch_size, args.batch_size)
@@ -134,8 +132,7 @@ def read_rows(path: str) -> list[tuple[str, object]]:
     kind = Path(path).suffix.lower()
     if kind not in (".jsonl", ".json", ".csv", ".txt"):
         must(not os.path.exists(path), f"{path}: expected .jsonl, .json, .csv or .txt")
-        must(importlib.util.find_spec("datasets"), f"{path}: no such file; `pip install datasets` "
-             "reads data sets of the hub")
+        must(importlib.util.find_spec("datasets"), f"{path}: no file; is `datasets` installed?")
         import datasets
         rows = list(enumerate(datasets.load_dataset(path, split="train"), 1))
     else:
@@ -230,8 +227,8 @@ class Chat:
 
     def __init__(self, args: Args):
         name, trust = f"--model {args.model}", {"trust_remote_code": args.trust_remote_code}
-        must(not os.path.exists(os.path.join(args.model, "adapter_config.json")),
-             f"{name} is an adapter: expected a model, such as --merge writes")
+        adapter = os.path.exists(os.path.join(args.model, "adapter_config.json"))
+        must(not adapter, f"{name} is an adapter: expected a model, such as --merge writes")
         config = AutoConfig.from_pretrained(args.model, **trust)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, **trust)
         self.generation = GenerationConfig.from_model_config(config)
@@ -249,8 +246,8 @@ class Chat:
         control = [token.content for token in self.tokenizer.added_tokens_decoder.values()
                    if token.special or re.fullmatch(r"<[|｜].+[|｜]>", token.content)]
         self.control = re.compile("|".join(map(re.escape, control)) or "$^")  # refused in data
-        windows = [getattr(text, name, None) for name in ("sliding_window", "window_size")]
-        self.window = min((w for w in windows if w), default=sys.maxsize)
+        window = getattr(text, "sliding_window", None) or getattr(text, "window_size", None)
+        self.window = window or sys.maxsize
         self.limit = getattr(text, "max_position_embeddings", 0) or sys.maxsize
         rope = getattr(text, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":  # past it a batch's longest row changes the others
@@ -313,15 +310,13 @@ def build_example(where: str, messages: list[dict], response: str | None, sample
     """One (context, response) -> token ids for both sides. `sampled`, the ids in a row that an
     earlier run has sampled, are kept as they are if they are this response's. Raises BadRow."""
     own = messages[0]["content"] if messages[0]["role"] == "system" else None
-    must(own is None or args.prompt is None,
-         f"{where}: found a system message, and --prompt too: expected one prompt to bake")
+    must(own is None or args.prompt is None, f"{where}: a system message, and --prompt: which one?")
     system, turns = own or args.prompt, messages[own is not None:]
-    need(system and plain_text(system, "the prompt"),
-         "found neither a system message nor --prompt: expected a prompt to bake")
+    need(system, "found no system message and no --prompt: expected a prompt to bake")
     kept = response is not None and isinstance(sampled, list) and all(
         type(i) is int and 0 <= i < chat.vocab for i in sampled) and chat.text(sampled) == response
     texts = [system, args.student_prompt, not kept and response, *(m["content"] for m in turns)]
-    found = chat.control.search("\n".join(text or "" for text in texts))
+    found = chat.control.search(plain_text("\n".join(text or "" for text in texts), "the prompt"))
     need(not found, f"the text holds {found and found[0]!r}, a control token of this model")
     seen, text = chat.render(system, turns), chat.render(args.student_prompt, turns)
     teacher, student = chat.ids(seen), chat.ids(text)
@@ -402,7 +397,7 @@ def sample_responses(model, chat: Chat, examples: list[Example], prefix: tuple, 
     asked.sort(key=lambda e: -len(e.teacher))
     size = 4 * args.batch_size
     path.touch()
-    ends = [0] + [end.end() for end in re.finditer(b"\n", path.read_bytes())]  # a torn line has none
+    ends = [0] + [m.end() for m in re.finditer(b"\n", path.read_bytes())]  # a torn line has none
     done = len(asked) if len(ends) > len(asked) else (len(ends) - 1) // size * size
     os.truncate(path, ends[done])
     with path.open("a", encoding="utf-8") as file, teacher_mode(model):
@@ -722,17 +717,16 @@ def make_report(examples: list[Example], read: int, drops: dict, log: list, args
         before, *_, after = kls = [m["eval_kl"] for m in evals] * (1 if evals[1:] else 2)
         trained = np.mean([m["kl"] for m in log[1:]][-max(len(log) // 10, 1):])
         report |= {"kl_before": before, "kl_after": after, "top1_before": evals[0]["eval_top1"],
-                   "top1_after": evals[-1]["eval_top1"], "recovered": None}
-        if before >= NOISE:
-            report["recovered"] = 1 - after / before
+                   "top1_after": evals[-1]["eval_top1"],
+                   "recovered": 1 - after / before if before >= NOISE else None}
         notes += [note for holds, note in (
             (before < NOISE, f"KL before is under {NOISE}: the prompt does nothing here to bake"),
-            (after > before, "held-out KL rose: the bake failed; try a lower --lr"),
-            (before >= NOISE and 0.8 * before < after <= before, "less than a fifth was recovered: "
+            (after > before, "held-out KL rose, the bake failed: try a lower --lr"),
+            (NOISE <= before and 0.8 * before < after <= before, "less than a fifth was recovered: "
              "try more rows, --trajectories or --epochs, or a higher --lr or --rank"),
             (min(kls[1:]) < 0.9 * after, f"an epoch had KL {min(kls[1:]):.4f}: try fewer --epochs"),
-            (trained < 0.5 * after and args.kl_temperature == 1, "the last training KL, "
-             f"{trained:.4f}, is far below the held-out one: try more rows or fewer --epochs"),
+            (trained < 0.5 * after and args.kl_temperature == 1, "training KL is far below held-out "
+             f"KL, at last {trained:.4f}: try more rows or fewer --epochs"),
         ) if holds]
     if report["held_out_questions"] < 5:
         notes.append("fewer than 5 questions were held out: the numbers are rough, if any")
@@ -860,9 +854,10 @@ def bake(args: Args, out: Path, identity: str) -> dict:
     return report
 
 def check_sides(examples: list[Example], args: Args, drops: dict) -> None:
-    sides = {e.held_out for e in examples}
-    must(False in sides and (True in sides or not args.eval_data), "no row is left to train on, or "
-         f"of --eval-data; dropped: {({reason: len(at) for reason, at in drops.items() if at})}")
+    left = {e.held_out for e in examples}
+    counts = {reason: len(places) for reason, places in drops.items() if places}
+    must(left >= ({False, True} if args.eval_data else {False}),
+         f"no row is left to train on, or of --eval-data; dropped: {counts}")
 
 def main(argv: list[str] | None = None) -> dict:
     """Runs, goes on with, or shows what the command line asks for -> its report."""

@@ -529,7 +529,7 @@ def test_law_1_and_2_prompts(folders):
 
 def test_prompts_that_do_not_fit_together(folders):
     system = {"role": "system", "content": "S"}
-    for flags, row, reason in [(["--prompt", "P"], {"messages": [system, USER]}, "expected one prompt"),
+    for flags, row, reason in [(["--prompt", "P"], {"messages": [system, USER]}, "which one"),
                                ([], {"messages": [USER]}, "expected a prompt to bake"),
                                ([], {"messages": [system, USER | {"content": "a<|end|>"}]}, "control token"),
                                (["--prompt", "P"], {"prompt": "a", "completion": "<|user|>"}, "control token"),
