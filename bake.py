@@ -578,7 +578,7 @@ def teacher_targets(model, examples: list[Example], prefix: tuple, path: Path, a
     """-> (N, D) final hidden states of the teacher, in the file `path`, not in memory; examples are
     told their rows. A file in the making is PATH.part: rows of zeros there are yet to be done."""
     examples = sorted(examples, key=lambda e: len(e.teacher) + len(e.response))
-    N, D = 0, model.config.get_text_config().hidden_size
+    N, D = 0, model.get_output_embeddings().weight.shape[1]
     for e in examples:
         e.row, N = N, N + len(e.response)
     dtype, part = getattr(torch, args.dtype), path.with_suffix(".part")
@@ -792,17 +792,18 @@ def claim(out: Path, args: Args) -> tuple:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SystemExit(f"--out {out}: another run is at work there") from None
-    must((out / "args.json").exists() or not set(os.listdir(out)) - {".lock", "args.json.part"},
-         f"--out {out} holds files of something else: expected a new folder, or an earlier run's")
     old = json.loads(read_text(out / "args.json")) if (out / "args.json").exists() else {}
+    must(old or not set(os.listdir(out)) - {".lock", "args.json.part"},
+         f"--out {out} holds files of something else: expected a new folder, or an earlier run's")
     args.date = old.get("date", args.date)
     new = dict(vars(args)) | {f"sha256 of {name}": sha256(getattr(args, name) or "")
                               for name in ("data", "eval_data", "chat_template", "prompt", "model")}
     versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, np)}
     versions["bake.py"] = sha256(__file__)
-    for name in (new.keys() | old.keys()) - {"versions"} if old else ():
-        must(old.get(name) == new.get(name), f"--out {out} is of a run with another {name}: found "
-             f"{old.get(name)!r}, expected {new.get(name)!r}")
+    names = sorted((old.keys() | new.keys()) - {"versions", "out"}) if old else []
+    other = [f"{name}: {old.get(name)!r:.200} there, {new.get(name)!r:.200} here"
+             for name in names if old.get(name) != new.get(name)]
+    must(not other, f"--out {out} is another run's: " + "; ".join(other))
     if old.get("versions", versions) != versions:
         print(f"this run began with other versions: {old['versions']}, now {versions}")
     return lock, json.dumps(new | {"versions": versions}, indent=2)

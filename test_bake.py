@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import transformers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import bake
@@ -58,7 +58,7 @@ SIZE = dict(vocab_size=272, hidden_size=32, num_hidden_layers=2, num_attention_h
             bos_token_id=None)
 KV = dict(num_key_value_heads=2)
 FAMILIES = {
-    "Llama": KV, "Qwen2": KV, "Qwen3": KV | dict(head_dim=8), "OPT": dict(ffn_dim=64, word_embed_proj_dim=32),
+    "Llama": KV, "Qwen2": KV, "Qwen3": KV | dict(head_dim=8), "OPT": dict(ffn_dim=64, word_embed_proj_dim=16),
     "GPT2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=512), "GPTNeoX": {},
     "Gemma2": KV | dict(head_dim=8, final_logit_softcapping=3.0, sliding_window=8, layer_types=[
         "sliding_attention", "full_attention"]),
@@ -609,6 +609,35 @@ def test_chat_templates(folders, tmp_path, template, flags, teacher, student):
         built([{"messages": [USER, USER]}], *chat_for(folders(), "--prompt", "P", "--chat-template",
                                                       write(tmp_path / "s.jinja", STRICT)))
 
+@pytest.mark.parametrize("pad", [None, "<|end|>", "<|pad|>"])
+def test_one_bos_and_any_pad(folders, tmp_path, pad):
+    """A tokenizer that adds a BOS by itself, a template that emits it: one BOS a side, none in a response. No pad
+    token, or one that is a stop: the same ids, and greedy samples are those of a model with a pad token."""
+    folder = tmp_path / "m"
+    AutoModelForCausalLM.from_pretrained(folders()).save_pretrained(folder)
+    tokenizer = make_tokenizer("<|system|>" + LOOP, pad=pad)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", 257)])
+    tokenizer.save_pretrained(folder)
+    s, plain = Samples(str(folder)), Samples(folders(), "--chat-template", write(tmp_path / "t", "<|system|>" + LOOP))
+    assert s.chat.tokenizer("a").input_ids[0] == 257  # it would add one
+    rows = [{"prompt": "Hi", "completion": "Ho"}, "What?", "And a longer one?"]
+    out, expected = s.run(rows, tmp_path / "a"), plain.run(rows, tmp_path / "b")
+    assert [(e.teacher, e.student, e.response) for e in out] == [(e.teacher, e.student, e.response) for e in expected]
+    assert all(e.student[0] == 257 and e.student.count(257) == 1 and e.teacher.count(257) == 2 for e in out)
+    assert s.chat.tokenizer.decode(out[0].response) == "Ho<|end|>"
+
+def test_each_row_may_bake_its_own_prompt(folders):
+    """The prefix is what the prompts share; the report says that there are several."""
+    rows = [{"system": text, "prompt": "Hi", "response": "Ho"} for text in ("Be brief.", "Be bold.")]
+    chat, args = chat_for(folders())
+    examples, _ = built(rows, chat, args)
+    model, _ = loaded(args)
+    assert [e.messages[0]["content"] for e in examples] == ["Be brief.", "Be bold."]
+    assert bake.shared_prefix(model, examples)[0] == len(chat.ids("<|system|>Be b"))
+    notes = bake.make_report(examples, 2, {}, [{"step": 0}], args)["notes"]
+    assert any("2 different prompts" in note for note in notes)
+
 def test_a_teacher_that_does_not_see_the_prompt_is_refused(folders, tmp_path):
     for template, reason in [("{% for m in messages %}{{ m.role }}{% endfor %}" + GEN, "drops"),
                              (LOOP.replace(GEN, "{% if messages[0].role == 'system' %}!{% endif %}"), "both prompts to end")]:
@@ -877,7 +906,7 @@ def test_the_same_command_again_says_that_it_is_done(run, folders, pirates, caps
     monkeypatch.setattr(bake, "load_model", None)
     assert bake.main(flags(folders(), pirates, out, "--merge")) == report
     assert "is done" in capsys.readouterr().out
-    for more, reason in ((["--lr", ".5"], "another lr: found 0.01, expected 0.5"), (["--prompt", "x"], "prompt")):
+    for more, reason in ((["--lr", ".5", "--seed", "3"], "lr: 0.01 there, 0.5 here; seed: 0 there, 3 here"), (["--prompt", "x"], "prompt")):
         with pytest.raises(SystemExit, match=reason):
             bake.main(flags(folders(), pirates, out, "--merge", *more))
     with pytest.raises(SystemExit, match="files of something else"):
