@@ -155,11 +155,11 @@ def numpy_kl(p_logits, q_logits):
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), chunk=st.integers(1, 60),
        temperature=st.sampled_from([0.5, 1.0, 2.0]), dtype=st.sampled_from([torch.float32, torch.float64]),
-       order=st.randoms(use_true_random=False), seed=st.integers(0, 10 ** 6))
-@example(lengths=[0, 0], chunk=3, temperature=1.0, dtype=torch.float64, order=None, seed=0)
+       seed=st.integers(0, 10 ** 6))
+@example(lengths=[0, 0], chunk=3, temperature=1.0, dtype=torch.float64, seed=0)
 @settings(max_examples=150)
-def test_law_3_batched_kl_is_the_per_sample_loop(lengths, chunk, temperature, dtype, order, seed):
-    """Any batch, lengths, padding, order and chunk: the same loss and gradient as one sample at a
+def test_law_3_batched_kl_is_the_per_sample_loop(lengths, chunk, temperature, dtype, seed):
+    """Any batch, lengths, padding and chunk: the same loss and gradient as one sample at a
     time. Padded rows hold NaN, so one that reached the head would spoil everything."""
     B, R, D, V = len(lengths), max(lengths) + 2, 8, 23
     g = torch.Generator().manual_seed(seed)
