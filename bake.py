@@ -158,10 +158,9 @@ def read_rows(path: str) -> list[tuple[str, object]]:
 
 def plain_text(content: object, what: str) -> str:
     """Text, or a list of text parts, as one string."""
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else brief(part)
-        need(kind == "text", f"{what} has a part of type {kind!r}: only text can be baked")
     if isinstance(content, list):
+        kinds = {brief(part.get("type") if isinstance(part, dict) else [part]) for part in content}
+        need(kinds <= {"'text'"}, f"{what} has parts {' '.join(sorted(kinds))}: only text is baked")
         content = "".join(plain_text(part.get("text"), what) for part in content)
     need(isinstance(content, str), f"{what} is {brief(content)}: expected text")
     need(not re.search("[\ud800-\udfff]", content), f"{what} is not valid UTF-8")
@@ -192,15 +191,15 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
     need(ask, f"found the keys {brief(list(row))}: expected one of {', '.join(ASKS)}")
     replies = [REPLIES[ask], *REPLIES.values()] if ask in REPLIES else ["response"]
     reply = next((key for key in replies if row.get(key) is not None), None)
-    messages = read_messages(row[ask], "user")
-    if ask == "instruction" and messages and row.get("input"):
-        messages[-1]["content"] += "\n\n" + plain_text(row["input"], "input")
-    messages = (read_messages(row["system"], "system") if row.get("system") else []) + messages
+    asked = read_messages(row[ask], "user")
+    if ask == "instruction" and asked and row.get("input"):
+        asked[-1]["content"] += "\n\n" + plain_text(row["input"], "input")
+    messages = read_messages(row.get("system") or [], "system") + asked
     messages += read_messages(row[reply], "assistant") if reply else []
     roles = [m["role"] for m in messages]  # su... where a user message stands before each answer
-    need(re.fullmatch("s?u(u|au)*a?", "".join(role[0] for role in roles)), f"found the roles "
-         f"{brief(roles)}: expected at most one system message, then a user's, then by turns")
-    need(not reply or roles[-1] == "assistant", f"{reply}: expected a message of the assistant")
+    order = re.fullmatch("s?u(u|au)*" + ("a" if reply else "a?"), "".join(r[0] for r in roles))
+    need(order, f"found the roles {brief(roles)}: expected at most one system message, then a "
+         "user's, then by turns, and in a reply the assistant's")
     samples = [(messages[:i], m["content"]) for i, m in enumerate(messages) if roles[i][0] == "a"]
     return samples[-1:] if reply else samples + [(messages, None)] * (roles[-1] == "user")
 
@@ -227,8 +226,7 @@ class Chat:
 
     def __init__(self, args: Args):
         name, trust = f"--model {args.model}", {"trust_remote_code": args.trust_remote_code}
-        adapter = os.path.exists(os.path.join(args.model, "adapter_config.json"))
-        must(not adapter, f"{name} is an adapter: expected a model, such as --merge writes")
+        must(not Path(args.model, "adapter_config.json").exists(), f"{name}: an adapter, merge it")
         config = AutoConfig.from_pretrained(args.model, **trust)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, **trust)
         self.generation = GenerationConfig.from_model_config(config)
@@ -237,35 +235,30 @@ class Chat:
         if args.chat_template:
             self.tokenizer.chat_template = read_text(args.chat_template)
         must(self.tokenizer.chat_template, f"{name} has no chat template: give --chat-template")
+        size = lambda key: getattr(config.get_text_config(), key, None) or sys.maxsize
+        self.window = min(size("sliding_window"), size("window_size"))
+        self.limit, self.vocab = size("max_position_embeddings"), size("vocab_size")
+        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":  # past it a batch's longest row changes the others
+            self.limit = rope["original_max_position_embeddings"]
         eos = [self.tokenizer.eos_token_id, *np.ravel(self.generation.eos_token_id)]
-        text = config.get_text_config()
-        self.vocab = text.vocab_size
         eos = [int(i) for i in eos if i is not None and 0 <= i < self.vocab]
         must(eos, f"{name} names no stop token: expected an eos_token_id")
         self.stops, self.stop, self.kwargs = set(eos), eos[0], args.template_kwargs
         control = [token.content for token in self.tokenizer.added_tokens_decoder.values()
                    if token.special or re.fullmatch(r"<[|｜].+[|｜]>", token.content)]
         self.control = re.compile("|".join(map(re.escape, control)) or "$^")  # refused in data
-        window = getattr(text, "sliding_window", None) or getattr(text, "window_size", None)
-        self.window = window or sys.maxsize
-        self.limit = getattr(text, "max_position_embeddings", 0) or sys.maxsize
-        rope = getattr(text, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":  # past it a batch's longest row changes the others
-            self.limit = rope["original_max_position_embeddings"]
-        day = datetime.datetime.fromisoformat(args.date)  # for both sides and for a resumed run
-        self.clock = Args(now=lambda: day)
+        self.day = datetime.datetime.fromisoformat(args.date)  # on both sides and when resumed
         # try out what the template takes: content as text or as parts, a system message or none
         probe = [{"role": role, "content": f"Some {role} text."} for role in ("user", "assistant")]
         self.lead = ""  # white space that the template puts before an answer: the model emits it
         for self.folds, self.parts in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):
             with contextlib.suppress(BadRow):
                 self.render("Some system text.", probe[:1])
-                start = self.render(None, probe[:1])
-                whole = self.render(None, probe, generation=False)
+                start, whole = self.render(None, probe[:1]), self.render(None, probe, False)
                 before, _, ending = whole.rpartition("Some assistant text.")
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
-                if before.startswith(start) and before[len(start):].isspace():
-                    self.lead = before[len(start):]
+                self.lead = re.fullmatch(re.escape(start) + r"(\s*)|.*", before, re.S)[1] or ""
                 break
 
     def ids(self, text: str) -> list[int]:
@@ -284,7 +277,7 @@ class Chat:
         texts = [m["content"].strip() for m in turns if m["role"] != "assistant"]
         if self.parts:
             turns = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in turns]
-        chat_template_utils.datetime = self.clock  # what a template prints as today
+        chat_template_utils.datetime = Args(now=lambda: self.day)  # what a template prints as today
         try:
             text = rest = self.tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=generation, **self.kwargs)
@@ -305,41 +298,38 @@ def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
         if ids[:len(start)] == start:
             return ids[len(start):] + [chat.stop]
 
-def build_example(where: str, messages: list[dict], response: str | None, sampled: object,
-                  chat: Chat, args: Args) -> Example:
-    """One (context, response) -> token ids for both sides. `sampled`, the ids in a row that an
-    earlier run has sampled, are kept as they are if they are this response's. Raises BadRow."""
+def build_example(where: str, messages: list, response, ids, chat: Chat, args: Args) -> Example:
+    """One (context, response) -> token ids for both sides. `ids`, those in a row that an earlier
+    run has sampled, are kept as they are if they are this response's. Raises BadRow."""
     own = messages[0]["content"] if messages[0]["role"] == "system" else None
     must(own is None or args.prompt is None, f"{where}: a system message, and --prompt: which one?")
     system, turns = own or args.prompt, messages[own is not None:]
     need(system, "found no system message and no --prompt: expected a prompt to bake")
-    kept = response is not None and isinstance(sampled, list) and all(
-        type(i) is int and 0 <= i < chat.vocab for i in sampled) and chat.text(sampled) == response
+    kept = isinstance(ids, list) and all(type(i) is int and 0 <= i < chat.vocab for i in ids)
+    kept = kept and chat.text(ids) == response
     texts = [system, args.student_prompt, not kept and response, *(m["content"] for m in turns)]
-    found = chat.control.search(plain_text("\n".join(text or "" for text in texts), "the prompt"))
+    found = chat.control.search(plain_text("\n".join(filter(None, texts)), "the prompt"))
     need(not found, f"the text holds {found and found[0]!r}, a control token of this model")
     seen, text = chat.render(system, turns), chat.render(args.student_prompt, turns)
-    teacher, student = chat.ids(seen), chat.ids(text)
-    last = turns[-1]["content"].strip()
+    teacher, student, last = chat.ids(seen), chat.ids(text), turns[-1]["content"].strip()
     tail = text.rpartition(last)[2]
     need(seen.rpartition(last)[2] == tail, f"expected both prompts to end in {tail!r}")
     room = chat.limit - max(len(teacher), len(student))
     need(room > 0, f"the prompt has {len(teacher)} tokens, the context {chat.limit}: no room left")
-    ids = sampled if kept else response and encode_response(chat, tail, response)
+    ids = ids if kept else response and encode_response(chat, tail, response)
     need(not ids or not chat.stops & set(ids[:-1]), "the response holds a stop token of this model")
     messages = [{"role": "system", "content": system}] + turns
     return Example(where, messages, teacher, student, ids and ids[:room], len(ids or "") > room)
 
-def build_examples(rows: list[tuple], chat: Chat, args: Args, drops: dict) -> list[Example]:
+def build_examples(rows: list, chat: Chat, args: Args, drops: dict) -> list[Example]:
     """Rows -> examples. A bad row stops the run; with --skip-bad-rows it goes to `drops`, which has
     the places of what was left out, by reason. So do empty responses: they teach nothing."""
     examples = []
     for where, row in rows:
-        ids = row.get("ids") if isinstance(row, dict) else None
         try:
-            turns = conversations(row)
+            turns, ids = conversations(row), row.get("ids") if isinstance(row, dict) else None
             full = [(m, response) for m, response in turns if response is None or response.strip()]
-            examples += [build_example(where, m, response, ids, chat, args) for m, response in full]
+            examples += [build_example(where, *turn, ids, chat, args) for turn in full]
             drops["the response is empty"] += [where] * (len(turns) - len(full))
         except BadRow as error:
             must(args.skip_bad_rows, f"{where}: {error}")
@@ -355,41 +345,31 @@ def split(examples: list[Example], apart: list[Example], args: Args, drops: dict
     held = {e.question for e in apart} if args.eval_data else set(questions[:count])
     for e in examples + apart:
         e.held_out = e.question in held
-    if args.eval_data:
-        drops["the question is in --eval-data"] += [e.where for e in examples if e.held_out]
-        examples = [e for e in examples if not e.held_out] + apart
-    return examples
+    drops["the question is in --eval-data"] += [e.where for e in examples if apart and e.held_out]
+    return [e for e in examples if not (apart and e.held_out)] + apart
 
 # --------------------------- 4. Sampling: the prompted model answers the rows that have no response
 
-def generate(model, chat: Chat, prompts: list[list[int]], prefix: tuple, most: int,
-             temperature: float) -> list[list[int]]:
+def generate(model, chat: Chat, prompts: list, prefix: tuple, most: int, temperature) -> list:
     """B prompts -> B continuations of at most `most` ids, each cut after its first stop id. One
     call: the shared prefix, then padding, then what is left of each prompt, ending flush."""
     width = max(map(len, prompts))
     # padding in the middle would take up a sliding window: without a prefix it is all on the left
     n, cache = prefix if width + most <= chat.window else (0, None)
-    ids = torch.full((len(prompts), width), chat.stop)  # (B, T)
-    mask = torch.zeros_like(ids)
-    for row, real, prompt in zip(ids, mask, prompts):
-        columns = [*range(n), *range(width - len(prompt) + n, width)]
-        row[columns], real[columns] = torch.tensor(prompt), 1
-    model.generation_config = GenerationConfig()  # a checkpoint's own would fill in what is not set
+    ids = torch.tensor([p[:n] + [chat.stop] * (width - len(p)) + p[n:] for p in prompts])  # (B, T)
+    mask = torch.tensor([[1] * n + [0] * (width - len(p)) + [1] * (len(p) - n) for p in prompts])
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
-    config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # a checkpoint's own would fill in what is not set
         max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
         pad_token_id=chat.stop, eos_token_id=sorted(chat.stops), **sampling)
-    out = model.generate(
-        input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
-        generation_config=config, **cached(model.get_base_model(), cache, len(ids)))
-    rows = out[:, width:].tolist()
-    ends = [next((i for i, t in enumerate(row) if t in chat.stops), len(row)) for row in rows]
-    return [row[:end + 1] for row, end in zip(rows, ends)]
+    out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+                         **cached(model.get_base_model(), cache, len(ids)))[:, width:].tolist()
+    ends = [next((i for i, t in enumerate(row) if t in chat.stops), len(row)) for row in out]
+    return [row[:end + 1] for row, end in zip(out, ends)]
 
-def sample_responses(model, chat: Chat, examples: list[Example], prefix: tuple, path: Path,
-                     args: Args, drops: dict) -> list[Example]:
+def sample_responses(model, chat: Chat, examples: list, prefix, path, args: Args, drops) -> list:
     """An example without a response -> --trajectories examples with one, sampled from the teacher.
-    `path` gets them as they come; a batch has its own seed, so that an interrupted run can go on
+    `path` gets them as they come; a batch has its own seed, so that an interrupted run goes on
     behind the last whole batch there as if nothing had happened."""
     asked = [e for e in examples if e.response is None for _ in range(args.trajectories)]
     if not asked:
@@ -397,9 +377,9 @@ def sample_responses(model, chat: Chat, examples: list[Example], prefix: tuple, 
     asked.sort(key=lambda e: -len(e.teacher))
     size = 4 * args.batch_size
     path.touch()
-    ends = [0] + [m.end() for m in re.finditer(b"\n", path.read_bytes())]  # a torn line has none
-    done = len(asked) if len(ends) > len(asked) else (len(ends) - 1) // size * size
-    os.truncate(path, ends[done])
+    lines = path.read_bytes().split(b"\n")[:-1]  # without a torn one
+    done = len(asked) if len(lines) >= len(asked) else len(lines) // size * size
+    os.truncate(path, sum(len(line) + 1 for line in lines[:done]))
     with path.open("a", encoding="utf-8") as file, teacher_mode(model):
         for i in tqdm(range(done, len(asked), size), "sampling", unit="batch"):
             torch.manual_seed(args.seed + i)
@@ -409,12 +389,11 @@ def sample_responses(model, chat: Chat, examples: list[Example], prefix: tuple, 
                 row = {"messages": e.messages, "response": chat.text(ids), "ids": ids}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
-    sampled = [json.loads(line)["ids"] for line in path.read_bytes().split(b"\n")[:-1]]
-    drops["the sampled response is empty"] += [e.where for e, ids in zip(asked, sampled)
-                                               if chat.stops >= set(ids)]
+    said = [(e, json.loads(row)["ids"]) for e, row in zip(asked, path.read_bytes().split(b"\n"))]
+    drops["the sampled response is empty"] += [e.where for e, ids in said if chat.stops >= {*ids}]
     return [e for e in examples if e.response is not None] + [
         replace(e, response=ids, cut=len(ids) < args.max_new_tokens and ids[-1] not in chat.stops)
-        for e, ids in zip(asked, sampled) if not chat.stops >= set(ids)]
+        for e, ids in said if not chat.stops >= {*ids}]
 
 # ---------------------------------------------------------------------------------------- 5. Loss
 
@@ -725,8 +704,8 @@ def make_report(examples: list[Example], read: int, drops: dict, log: list, args
             (NOISE <= before and 0.8 * before < after <= before, "less than a fifth was recovered: "
              "try more rows, --trajectories or --epochs, or a higher --lr or --rank"),
             (min(kls[1:]) < 0.9 * after, f"an epoch had KL {min(kls[1:]):.4f}: try fewer --epochs"),
-            (trained < 0.5 * after and args.kl_temperature == 1, "training KL is far below held-out "
-             f"KL, at last {trained:.4f}: try more rows or fewer --epochs"),
+            (trained < 0.5 * after and args.kl_temperature == 1, "training KL is far below "
+             f"held-out KL, at last {trained:.4f}: try more rows or fewer --epochs"),
         ) if holds]
     if report["held_out_questions"] < 5:
         notes.append("fewer than 5 questions were held out: the numbers are rough, if any")

@@ -463,7 +463,7 @@ def test_every_shape_of_row(row, expected, tmp_path):
     ({"messages": [{"role": "system", "content": "S"}]}, "found the roles"),
     ({"messages": [USER, {"role": "system", "content": "S"}]}, "found the roles"),
     ({"messages": [USER | {"content": " "}]}, "is empty"), ({"prompt": "\ud800"}, "not valid UTF-8"),
-    ({"prompt": "Hi", "completion": 3}, "is 3: expected text"), ({"prompt": "Hi", "completion": [USER]}, "completion"),
+    ({"prompt": "Hi", "completion": 3}, "is 3: expected text"), ({"prompt": "Hi", "completion": [USER]}, "found the roles"),
     ({"question": None, "answer": "Ho"}, "is None: expected text"),
 ])
 def test_bad_rows_say_why(row, reason):
