@@ -226,7 +226,8 @@ class Chat:
 
     def __init__(self, args: Args):
         name, trust = f"--model {args.model}", {"trust_remote_code": args.trust_remote_code}
-        must(not Path(args.model, "adapter_config.json").exists(), f"{name}: an adapter, merge it")
+        must(not Path(args.model, "adapter_config.json").exists(),
+             f"{name} is an adapter: expected a model, such as --merge writes")
         config = AutoConfig.from_pretrained(args.model, **trust)
         self.tokenizer = AutoTokenizer.from_pretrained(args.model, **trust)
         self.generation = GenerationConfig.from_model_config(config)
@@ -533,6 +534,11 @@ def response_states(model, examples: list[Example], side: str, prefix: tuple = (
     at = at.to(model.device, non_blocking=True)[..., None].expand(-1, -1, hidden.shape[-1])
     return hidden.gather(1, at), steps < sizes
 
+def by_length(examples: list[Example], size: int, side: str) -> list[list[Example]]:
+    """Groups of `size`, alike in length, so that little is padded."""
+    examples = sorted(examples, key=lambda e: len(getattr(e, side)) + len(e.response))
+    return [examples[i:i + size] for i in range(0, len(examples), size)]
+
 def shared_prefix(model, examples: list[Example]) -> tuple:
     """-> (n, KV cache) of the n tokens with which all teacher prompts start, whatever they are."""
     common = os.path.commonprefix([e.teacher for e in examples])
@@ -556,9 +562,9 @@ def shared_prefix(model, examples: list[Example]) -> tuple:
 def teacher_targets(model, examples: list[Example], prefix: tuple, path: Path, args: Args):
     """-> (N, D) final hidden states of the teacher, in the file `path`, not in memory; examples are
     told their rows. A file in the making is PATH.part: rows of zeros there are yet to be done."""
-    examples = sorted(examples, key=lambda e: len(e.teacher) + len(e.response))
+    groups = by_length(examples, args.batch_size, "teacher")
     N, D = 0, model.get_output_embeddings().weight.shape[1]
-    for e in examples:
+    for e in (e for group in groups for e in group):
         e.row, N = N, N + len(e.response)
     dtype, part = getattr(torch, args.dtype), path.with_suffix(".part")
     size, free = N * D * dtype.itemsize, shutil.disk_usage(path.parent).free
@@ -566,7 +572,6 @@ def teacher_targets(model, examples: list[Example], prefix: tuple, path: Path, a
     must(file.exists() or size < free, f"{path}: the targets need {size:,} bytes, found {free:,}")
     targets = torch.from_file(str(file), shared=True, size=N * D, dtype=dtype).view(N, D)
     if file == part:
-        groups = [examples[i:i + args.batch_size] for i in range(0, len(examples), args.batch_size)]
         done = sum(bool(targets[group[0].row].any()) for group in groups)  # the last may be torn
         with teacher_mode(model):
             for group in tqdm(groups[max(done - 1, 0):], "targets", unit="batch"):
@@ -589,8 +594,7 @@ def batches(examples: list[Example], args: Args, epoch: int) -> list[list[Exampl
     rng, size, out = np.random.default_rng([args.seed, epoch]), args.batch_size, []
     order = [examples[i] for i in rng.permutation(len(examples))]
     for i in range(0, len(order), 8 * size):
-        window = sorted(order[i:i + 8 * size], key=lambda e: len(e.student) + len(e.response))
-        out += [window[k:k + size] for k in range(0, len(window), size)]
+        out += by_length(order[i:i + 8 * size], size, "student")
     return [out[i] for i in rng.permutation(len(out))]
 
 @torch.no_grad()
@@ -598,9 +602,8 @@ def evaluate(model, head, examples: list[Example], targets: torch.Tensor, args: 
     """-> eval_kl, nats per token, and eval_top1, the share of tokens where both sides put the same
     first: like the loss, means over samples of means over tokens."""
     kl, top1 = [], []
-    examples = sorted(examples, key=lambda e: len(e.student) + len(e.response))
-    for i in range(0, len(examples), args.micro_batch_size):
-        student, teacher, mask = both_states(model, examples[i:i + args.micro_batch_size], targets)
+    for group in by_length(examples, args.micro_batch_size, "student"):
+        student, teacher, mask = both_states(model, group, targets)
         kl += batched_kl(student, teacher, mask, head).tolist()
         top1 += [(head(s[m]).argmax(-1) == head(t[m]).argmax(-1)).float().mean().item()
                  for s, t, m in zip(student, teacher, mask)]

@@ -502,6 +502,17 @@ def test_files(tmp_path):
         with pytest.raises(SystemExit, match=error):
             bake.read_rows(write(tmp_path / name, text))
 
+def test_what_is_no_file_is_a_data_set_of_the_hub(tmp_path, monkeypatch):
+    """Its train split, row by row, through `datasets`; without that package, one line."""
+    monkeypatch.setattr(bake.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="me/mine: no file"):
+        bake.read_rows("me/mine")
+    monkeypatch.undo()
+    write(tmp_path / "datasets.py", "def load_dataset(path, split):\n    return [{'prompt': path + split}]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert bake.read_rows("me/mine") == [("me/mine:1", {"prompt": "me/minetrain"})]
+    del sys.modules["datasets"]
+
 # -------------------------------------------------------------------------------- prompts
 
 def chat_for(folder, *flags, **changes):
