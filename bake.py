@@ -208,8 +208,11 @@ class Chat:
         tokenizer.chat_template = args.chat_template or tokenizer.chat_template
         must(tokenizer.chat_template, f"{name} has no chat template: give --chat-template")
         size = lambda key: getattr(config.get_text_config(), key, None) or sys.maxsize
+        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
         self.limit, self.vocab = size("max_position_embeddings"), size("vocab_size")
         self.window = min(size("sliding_window"), size("window_size"))
+        if rope.get("rope_type") == "longrope":  # past it a batch's longest row changes the others
+            self.limit = rope["original_max_position_embeddings"]
         eos = [tokenizer.eos_token_id, *np.ravel(self.generation.eos_token_id).tolist()]
         eos = [i for i in eos if i is not None and 0 <= i < self.vocab]
         must(eos, f"{name} names no stop token: expected an eos_token_id")
