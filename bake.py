@@ -18,8 +18,9 @@ exact, and a step costs what plain fine-tuning costs, however long u is, because
 Left out: top-k approximations of the KL, sampling inside the training step, full fine-tuning.
 Shapes: B samples, T tokens, R response tokens, D hidden size, V vocabulary, N tokens to predict.
 """
-import argparse, contextlib, copy, csv, datetime, fcntl, functools, hashlib  # noqa: E401
-import importlib.util, io, json, math, os, re, signal, sys, time  # noqa: E401
+import contextlib, copy, csv, datetime, fcntl, functools, hashlib, io, json, math  # noqa: E401
+import os, re, signal, sys, time  # noqa: E401
+from argparse import ArgumentDefaultsHelpFormatter as Defaults, ArgumentParser, Namespace as Args
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,18 +30,14 @@ import peft, torch, transformers  # noqa: E401
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import chat_template_utils
 
-Args = argparse.Namespace
 NOISE = 1e-3  # nats per token: a prompt that moves the model by less does nothing to bake
 NO_PREFIX = 0, lambda B: {}  # no tokens are shared, and no argument hands over their KV cache
 
 # -------------------------------------------------------------------------------- 1. Command line
 def parse_args(argv: list[str] | None = None) -> Args:
     """Command line -> namespace, with every `auto` resolved."""
-    p = argparse.ArgumentParser("bake.py", description=__doc__.split("\n")[0],
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = ArgumentParser("bake.py", description=__doc__.split("\n")[0], formatter_class=Defaults)
     group = p.add_argument_group("what to bake")
     flag, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
     flag("--model", required=True, help="folder or hub name of a causal language model")
@@ -79,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = p.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("temperature", "warmup", "eval_fraction", "seed") else 1e-9
-        if type(value) in (int, float) and not least <= value < math.inf:
+        if type(value) in (int, float) and not least <= value < math.inf:  # nor is it NaN
             p.error(f"--{name.replace('_', '-')} {value}: expected at least {least}")
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype.replace("auto", "bfloat16" if "cuda" in args.device else "float32")
@@ -89,24 +86,17 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return args
 
 # ----------------------------- 2. Data: a file -> rows that know their place -> (context, response)
-ROLES = dict(system="system", developer="system", user="user", human="user",
+ROLES = dict(system="system", developer="system", user="user", human="user",  # OpenAI, ShareGPT
              assistant="assistant", gpt="assistant", model="assistant")
-REPLIES = {"prompt": "completion", "question": "answer", "instruction": "output",
-           "user_message": "response"}  # each question takes its own reply first, then any
-ASKS = ("messages", "conversations", *REPLIES)
+REPLY = dict(prompt="completion", question="answer", instruction="output", user_message="response")
+ASKS = ("messages", "conversations", *REPLY)  # the keys that hold what is to be answered
 
-class BadRow(ValueError):
-    """A row that cannot be used: what was expected, and what was found."""
-    def __str__(self) -> str:
-        return f"expected {self.args[0]}, found {self.args[1]!r:.200}"
+class Refused(SystemExit):
+    """What the user gave cannot be used: this ends the run, or has the row skipped."""
 
-def need(ok: object, expected: str, found: object) -> None:
+def must(ok: object, expected: str, *found: object) -> None:  # `assert` is for faults of our own
     if not ok:
-        raise BadRow(expected, found)
-
-def must(ok: object, message: str) -> None:
-    if not ok:
-        raise SystemExit(message)
+        raise Refused(f"expected {expected}, found {found[0]!r:.200}" if found else expected)
 
 def read_text(path: str | Path) -> str:
     # a byte that is not UTF-8 becomes a surrogate, which plain_text refuses, with its row's place
@@ -116,49 +106,47 @@ def parse_json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return BadRow("JSON", str(error))
+        return Refused(f"expected JSON, found {error}")  # raised when, and if, its row is used
 
 def read_rows(path: str) -> list[tuple[str, object]]:
-    """Data file, or hub data set -> [(file:line, row)]; a row that cannot be parsed is a BadRow."""
+    """Data file, or hub data set -> [(file:line, row)]; a row that cannot be parsed is Refused."""
     kind = Path(path).suffix.lower()
     text = read_text(path) if kind in (".jsonl", ".json", ".csv", ".txt") else ""
     rows = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if kind == ".csv":
         must(text.count('"') % 2 == 0, f"{path}:{text.count(chr(10)) + 1}: a quote is not closed")
-        csv.field_size_limit(2 ** 31 - 1)
-        reader = csv.DictReader(io.StringIO(text, newline=""), restkey="")
+        csv.field_size_limit(2 ** 31 - 1)  # of characters in a cell; by default 131,072
+        reader = csv.DictReader(io.StringIO(text, newline=""), restkey="")  # "": cells too many
         rows = [(reader.line_num, {k.strip(): cell for k, cell in row.items()}) for row in reader]
+    elif kind == ".json" and isinstance(array := parse_json(text), list):
+        rows = [*enumerate(array, 1)]  # numbers of rows, as lines mean nothing here
     elif kind in (".jsonl", ".json"):
-        array = parse_json(text) if kind == ".json" else None  # of rows; their numbers are no lines
-        rows = [*enumerate(array, 1)] if isinstance(array, list) else [
-            (n, parse_json(line)) for n, line in rows]
+        rows = [(n, parse_json(line)) for n, line in rows]
     elif kind != ".txt":
-        must(not os.path.exists(path) and importlib.util.find_spec("datasets"), f"{path}: expected "
-             "a .jsonl, .json, .csv or .txt file, or a hub data set and `datasets` installed")
-        data = importlib.import_module("datasets").load_dataset(path, split="train")
-        rows = [*enumerate(data, 1)]
+        must(not os.path.exists(path) and transformers.utils.is_datasets_available(), f"{path}: "
+             "expected a .jsonl, .json, .csv or .txt file, or a hub data set and `datasets`")
+        import datasets  # optional
+        rows = [*enumerate(datasets.load_dataset(path, split="train"), 1)]
     must(rows, f"{path}: expected rows, found none")
     return [(f"{path}:{n}", row) for n, row in rows]
 
-def plain_text(content: object, what: str) -> str:
-    """Text, or a list of text parts, as one string; images, audio and the like are refused."""
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-             for part in content] if isinstance(content, list) else [content]
-    need(all(isinstance(text, str) for text in texts), f"text as {what}", content)
-    need(not re.search("[\ud800-\udfff]", "".join(texts)), f"UTF-8 in {what}", content)
+def plain_text(content: object, what: str) -> str:  # images, audio and the like are refused
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [isinstance(p, dict) and p.get("type") == "text" and p.get("text") for p in parts]
+    must(all(isinstance(text, str) for text in texts), f"text as {what}", content)
+    must(not re.search("[\ud800-\udfff]", "".join(texts)), f"UTF-8 in {what}", content)
     return "".join(texts)
 
 def conversations(row: object) -> list[tuple[list[dict], str | None]]:
     """A row of any accepted shape -> [(messages, response)], one for each assistant turn, with the
-    whole history before it; the response is None where it is to be sampled. Raises BadRow."""
-    if isinstance(row, BadRow):
+    whole history before it; the response is None where it is to be sampled. Raises Refused."""
+    if isinstance(row, Refused):
         raise row
     row = {"messages": row} if isinstance(row, (str, list)) else row
     ask = next((key for key in ASKS if isinstance(row, dict) and key in row), None)
-    need(ask, f"an object with one of {', '.join(ASKS)}", row)
-    need("" not in row, "a header for every cell; cells that hold commas need quotes", row.get(""))
-    need(not row.get("tools"), "text alone, without tools", row.get("tools"))
-    replies = [REPLIES[ask], *REPLIES.values()] if ask in REPLIES else ["response"]
+    must(ask, f"an object with one of {', '.join(ASKS)}", row)
+    must("" not in row, "a header for every cell; cells that hold commas need quotes", row.get(""))
+    replies = [REPLY[ask], *REPLY.values()] if ask in REPLY else ["response"]  # its own kind first
     reply = next((row[key] for key in replies if row.get(key) is not None), None)
     if ask == "instruction" and row.get("input"):
         row = row | {ask: plain_text(row[ask], ask) + "\n\n" + plain_text(row["input"], "input")}
@@ -167,13 +155,14 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
                         ("assistant", reply if given else [])):
         for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
             role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-            need(role in [*ROLES], f"a message with a role of {', '.join(ROLES)}", turn)
-            need(not turn.get("tool_calls"), "text alone, without tool calls", turn)
+            must(role in [*ROLES], f"a message with a role of {', '.join(ROLES)}", turn)
+            tools = row.get("tools") or turn.get("tool_calls")
+            must(not tools, "text alone, without tools or calls of them", tools)
             content = plain_text(turn.get("content", turn.get("value")), f"the {role} message")
-            need(content.strip() or ROLES[role] == "assistant", f"text as the {role} message", "")
+            must(content.strip() or ROLES[role] == "assistant", f"text as the {role} message", "")
             messages.append({"role": ROLES[role], "content": content})
     roles = "".join(m["role"][0] for m in messages)  # such as suaua
-    need(re.fullmatch("s?u(u|au)*" + ("a" if given else "a?"), roles), "a system message or none, "
+    must(re.fullmatch("s?u(u|au)*" + ("a" if given else "a?"), roles), "a system message or none, "
          "a user's, then by turns, and in a reply an assistant's", roles)
     samples = [(messages[:i], m["content"]) for i, m in enumerate(messages) if roles[i] == "a"]
     return samples[-1:] if given else samples + [(messages, None)] * (roles[-1] == "u")
@@ -189,11 +178,9 @@ class Example:
     response: list[int] | None  # None: to be sampled
     cut: bool = False  # it did not fit into the context
     held_out: bool = False
-    row: int = 0  # of the targets, where those of its first token are
-
-    @property
-    def question(self) -> str:
-        return next(m["content"].strip() for m in self.messages if m["role"] == "user")
+    rows: slice | None = None  # of the targets: one for each of its tokens
+    question = property(lambda self: next(
+        m["content"].strip() for m in self.messages if m["role"] == "user"))
 
 class Chat:
     """Tokenizer, template, stop tokens and limits of a model: all that turns messages into ids."""
@@ -201,7 +188,7 @@ class Chat:
     def __init__(self, args: Args):
         name, trust = args.model, {"trust_remote_code": args.trust_remote_code}
         config = AutoConfig.from_pretrained(name, **trust)
-        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(name, **trust)
         self.generation = GenerationConfig.from_model_config(config)
         with contextlib.suppress(OSError):  # the file is optional
             self.generation = GenerationConfig.from_pretrained(name)
@@ -218,41 +205,40 @@ class Chat:
         must(eos, f"{name} names no stop token: expected an eos_token_id")
         control = [re.escape(t.content) for t in tokenizer.added_tokens_decoder.values()
                    if t.special or re.fullmatch(r"<[|｜].+[|｜]>", t.content)]
-        self.control = re.compile("|".join(control) or "$^")  # refused in data
+        self.control = re.compile("|".join([*control, "[\ud800-\udfff]"]))  # refused in all texts
         self.ids = lambda text: tokenizer(text, add_special_tokens=False).input_ids
         self.text = lambda ids: tokenizer.decode([i for i in ids if i not in self.stops])
-        self.tokenizer, self.kwargs = tokenizer, args.template_kwargs
-        self.day = datetime.datetime.fromisoformat(args.date)  # on both sides, and when resumed
+        self.kwargs, self.day = args.template_kwargs, datetime.datetime.fromisoformat(args.date)
         self.stops, self.stop = set(eos), eos[0]  # all of them, and the one that ends a turn
         self.lead = ""  # white space that the template puts before an answer: the model emits it
-        turns = [{"role": role, "content": f"Some {role} text."} for role in ("user", "assistant")]
+        probe = [{"role": r, "content": f"Some {r} text."} for r in ("system", "user", "assistant")]
         for self.folds, self.parts in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):  # what works?
-            with contextlib.suppress(BadRow):
-                self.render("Some system text.", turns[:1])
-                start, whole = self.render(None, turns[:1]), self.render(None, turns, False)
+            with contextlib.suppress(Refused):
+                self.render(probe[:2])
+                start, whole = self.render(probe[1:2]), self.render(probe[1:], generation=False)
                 before, _, ending = whole.rpartition("Some assistant text.")
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
                 self.lead = re.fullmatch(re.escape(start) + r"(\s*)|.*", before, re.S)[1] or ""
                 break
 
-    def render(self, system: str | None, turns: list[dict], generation: bool = True) -> str:
+    def render(self, messages: list[dict], generation: bool = True) -> str:
         """-> the template's text; where it takes no system message, that goes into the first user
-        turn. Raises BadRow if the template refuses the messages or loses a system or user text."""
-        shown = [{"role": "system", "content": system}] * bool(system) + turns
-        if system and self.folds:
-            shown = [turns[0] | {"content": f"{system}\n\n{turns[0]['content']}"}] + turns[1:]
-        texts = sorted((m["content"].strip() for m in shown if m["role"] != "assistant"), key=len)
-        if self.parts:
-            shown = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in shown]
-        chat_template_utils.datetime = Args(now=lambda: self.day)  # its "today"
+        turn. Refused if the template takes not these messages or loses a system or user text."""
+        if self.folds and messages[0]["role"] == "system":
+            text = "\n\n".join(m["content"] for m in messages[:2])
+            messages = [{"role": "user", "content": text}, *messages[2:]]
+        part = lambda text: [{"type": "text", "text": text}] if self.parts else text
+        shown = [m | {"content": part(m["content"])} for m in messages]
+        transformers.utils.chat_template_utils.datetime = Args(now=lambda: self.day)  # its "today"
         try:
-            text = rest = self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 shown, tokenize=False, add_generation_prompt=generation, **self.kwargs)
         except Exception as error:  # a template raises what it likes, and the user gets to see it
-            raise BadRow("messages that the chat template takes", str(error)) from error
-        for content in texts[::-1]:  # each needs a place of its own
-            need(content in rest, "a chat template that shows every text", f"without {content}")
-            rest = rest.replace(content, "\0", 1)
+            must(False, "messages that the chat template takes", str(error))
+        asked = [m["content"].strip() for m in messages if m["role"] != "assistant"]
+        for each in asked:  # it has a place of its own, outside of those that hold it as well
+            must(text.count(each) >= sum(each in other for other in asked),
+                 "a chat template that shows every text", f"without {each}")
         return text
 
 def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
@@ -265,24 +251,25 @@ def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
 
 def build_example(where: str, messages: list, response, ids, chat: Chat, args: Args) -> Example:
     """One (context, response) -> token ids for both sides. `ids`, those in a row that an earlier
-    run has sampled, are kept as they are if they are this response's. Raises BadRow."""
-    own, given = messages[0]["role"] == "system", bool((args.prompt or "").strip())
-    need(own + given == 1, "one prompt to bake, a system message or --prompt", own + given)
-    system, turns = messages[0]["content"] if own else args.prompt, messages[own:]
+    run has sampled, are kept as they are if they are this response's. Raises Refused."""
+    system = lambda text: [{"role": "system", "content": text}] * bool((text or "").strip())
+    messages = system(args.prompt) + messages
+    prompts = [m["role"] for m in messages].count("system")
+    must(prompts == 1, "one prompt to bake, a system message or --prompt", prompts)
+    sides = messages, system(args.student_prompt) + messages[1:]
     kept = isinstance(ids, list) and all(type(i) is int and 0 <= i < chat.vocab for i in ids)
-    kept = kept and chat.text(ids) == response
-    texts = [system, args.student_prompt, not kept and response, *(m["content"] for m in turns)]
-    found = chat.control.search(plain_text("\n".join(filter(None, texts)), "the prompt"))
-    need(not found, "text without control tokens of this model", found and found[0])
-    seen, text = chat.render(system, turns), chat.render(args.student_prompt, turns)
-    tail, tail_seen = (side.rpartition(turns[-1]["content"].strip())[2] for side in (text, seen))
-    need(tail == tail_seen, "the template to end both prompts alike", (tail_seen, tail))
-    teacher, student = chat.ids(seen), chat.ids(text)
+    kept = kept and chat.text(ids) == response  # ids may hold control tokens, text may not
+    texts = [m["content"] for m in sum(sides, [])] + [response or ""] * (not kept)
+    found = chat.control.search("\n".join(texts))
+    must(not found, "UTF-8 text without control tokens of this model", found and found[0])
+    rendered = [chat.render(side) for side in sides]
+    tails = [text.rpartition(messages[-1]["content"].strip())[2] for text in rendered]
+    must(tails[0] == tails[1], "the template to end both prompts alike", tails)
+    teacher, student = map(chat.ids, rendered)
     room = chat.limit - max(len(teacher), len(student))
-    need(room > 0, f"a prompt of less than {chat.limit} tokens, which is the context", len(teacher))
-    ids = ids if kept else response and encode_response(chat, tail, response)
-    need(not ids or not chat.stops & {*ids[:-1]}, "a response without stop tokens in it", response)
-    messages = [{"role": "system", "content": system}] + turns
+    must(room > 0, f"a prompt of less than {chat.limit} tokens, which is the context", len(teacher))
+    ids = ids if kept else response and encode_response(chat, tails[0], response)
+    must(not ids or not chat.stops & {*ids[:-1]}, "a response without stop tokens in it", response)
     return Example(where, messages, teacher, student, ids and ids[:room], len(ids or "") > room)
 
 def build_examples(rows: list, chat: Chat, args: Args, drops: dict) -> list[Example]:
@@ -294,11 +281,11 @@ def build_examples(rows: list, chat: Chat, args: Args, drops: dict) -> list[Exam
             turns, ids = conversations(row), row.get("ids") if isinstance(row, dict) else None
             full = [(m, response) for m, response in turns if response is None or response.strip()]
             examples += [build_example(where, *turn, ids, chat, args) for turn in full]
-            drops["a response with text"] += [where] * (len(turns) - len(full))
-        except BadRow as error:
+            drops["expected a response with text"] += [where] * (len(turns) - len(full))
+        except Refused as error:
             must(args.skip_bad_rows, f"{where}: {error}")
-            drops[error.args[0]].append(where)  # counted by what was expected
-    must(examples, f"{where}: of all rows none is left; expected {dict(drops)!r:.900}")
+            drops[str(error).split(", found")[0]].append(where)
+    must(examples, f"{where}: of all rows none is left: {dict(drops)!r:.900}")
     return examples
 
 def split(examples: list[Example], apart: list[Example], args: Args, drops: dict) -> list[Example]:
@@ -310,7 +297,8 @@ def split(examples: list[Example], apart: list[Example], args: Args, drops: dict
     held = {e.question for e in apart} or {*questions[:count]}
     for e in examples + apart:
         e.held_out = e.question in held
-    drops["a question that is not held out"] += [e.where for e in examples if apart and e.held_out]
+    both = [e for e in examples if e.held_out] if apart else []
+    drops["expected a question that is not held out"] += [e.where for e in both]
     return [e for e in examples if not (apart and e.held_out)] + apart
 
 # --------------------------- 4. Sampling: the prompted model answers the rows that have no response
@@ -337,24 +325,26 @@ def sample_responses(model, chat: Chat, examples: list, prefix, path, args: Args
     if not asked:
         return examples
     asked.sort(key=lambda e: -len(e.teacher))  # the longest first: what does not fit fails at once
-    path.touch()
-    lines, size = path.read_bytes().split(b"\n")[:-1], 4 * args.batch_size  # without a torn line
-    done = len(asked) if len(lines) >= len(asked) else len(lines) // size * size  # whole batches
-    os.truncate(path, sum(len(line) + 1 for line in lines[:done]))
-    with path.open("a", encoding="utf-8") as file, teacher_mode(model):
+    size = 4 * args.batch_size  # generating takes less memory than training
+    with path.open("a+b") as file, teacher_mode(model):
+        file.seek(0)
+        lines = [line for line in file if line.endswith(b"\n")]  # the last may be torn
+        done = len(lines) if len(lines) >= len(asked) else len(lines) // size * size
+        file.truncate(sum(map(len, lines[:done])))
         for i in tqdm(range(done, len(asked), size), "sampling", unit="batch"):
             torch.manual_seed(args.seed + i)  # the same samples, whether interrupted or not
             prompts = [e.teacher for e in asked[i:i + size]]
             out = generate(model, chat, prompts, prefix, args.max_new_tokens, args.temperature)
-            for e, ids in zip(asked[i:], out):
-                row = {"messages": e.messages, "response": chat.text(ids), "ids": ids}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            lines[i:] = [json.dumps(  # a row of --data, and the ids that it stands for
+                {"messages": e.messages, "response": chat.text(ids), "ids": ids},
+                ensure_ascii=False).encode() + b"\n" for e, ids in zip(asked[i:], out)]
+            file.writelines(lines[i:])
             file.flush()
-    for e, line in zip(asked, path.read_bytes().splitlines()):
+    for e, line in zip(asked, lines):
         e.response = json.loads(line)["ids"]
         e.cut = len(e.response) < args.max_new_tokens and e.response[-1] not in chat.stops
     empty = [e.where for e in asked if chat.stops >= {*e.response}]  # a stop and nothing else
-    drops["a sampled response with text"] += empty
+    drops["expected a sampled response with text"] += empty
     return [e for e in examples + asked if {*(e.response or ())} - chat.stops]
 
 # ---------------------------------------------------------------------------------------- 5. Loss
@@ -417,61 +407,55 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
 def load_model(args: Args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
     base = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=getattr(torch, args.dtype), trust_remote_code=args.trust_remote_code)
-    names = re.split(r"\s*,\s*", args.target_modules)
+        args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code).to(args.device)
+    every, names = args.target_modules == "all-linear", re.split(r"\s*,\s*", args.target_modules)
     ends = {base.get_input_embeddings(), base.get_output_embeddings()}
-    for name in names if names != ["all-linear"] else ():
+    for name in () if every else names:
         found = {module for path, module in base.named_modules() if f".{path}".endswith(f".{name}")}
         must(found and not found & ends, f"--target-modules {name}: expected a layer's own modules")
     torch.manual_seed(args.seed)  # of the LoRA matrices
-    config = peft.LoraConfig("CAUSAL_LM", r=args.rank, lora_alpha=args.alpha, bias="none",
-                             target_modules="all-linear" if names == ["all-linear"] else names)
-    model = peft.get_peft_model(base.to(args.device), config).eval()
+    model = peft.get_peft_model(base, peft.LoraConfig(
+        "CAUSAL_LM", r=args.rank, lora_alpha=args.alpha, bias="none",
+        target_modules="all-linear" if every else names)).eval()
     for layer in model.modules() if args.gradient_checkpointing else ():
-        if isinstance(layer, GradientCheckpointingLayer):  # in eval mode too, where dropout is off
-            layer.forward = functools.partial(
+        if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
+            layer.forward = functools.partial(  # in eval mode too, where dropout is off
                 torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
-    head, ids = make_head(base), torch.arange(8, device=args.device)[None]
+    head, ids = make_head(base), torch.arange(8, device=args.device)[None]  # (1, T)
     with torch.no_grad():
-        logits, ours = base(input_ids=ids).logits, head(hidden_states(model, ids))
+        logits, ours = base(input_ids=ids).logits, head(hidden_states(model, ids))  # (1, T, V)
     must((ours - logits).abs().max() < 1e-2 * logits.abs().max(), f"--model {args.model}: make_head"
          " does not know how this kind of model makes logits of its last hidden states")
     return model, head
 
-def make_head(base):
-    """-> (n, D) hidden states -> (n, V) logits, with the maps that some models put around it."""
+def make_head(base):  # (n, D) hidden states -> (n, V) logits, with the maps some models put around
     config, linear = base.config.get_text_config(), base.get_output_embeddings()
-    scale = (getattr(config, "logit_scale", 1) or 1) / getattr(config, "logits_scaling", 1)
+    scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1)
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2; scale: Cohere, Granite
-    capped = (lambda logits: torch.tanh(logits / cap) * cap) if cap else lambda logits: logits
-    return lambda hidden: capped(linear(hidden * scale))
+    logits = lambda hidden: linear(hidden * scale)
+    return (lambda hidden: torch.tanh(logits(hidden) / cap) * cap) if cap else logits
 
 @contextlib.contextmanager
-def teacher_mode(model):
-    """Adapters and dropout off, no gradients. The mode is restored."""
+def teacher_mode(model):  # adapters and dropout off, no gradients; the mode is restored
     training = model.training
     with torch.no_grad(), model.eval().disable_adapter():
         yield
     model.train(training)
 
-def hidden_states(model, ids: torch.Tensor, cache: dict = {}) -> torch.Tensor:
+def hidden_states(model, ids: torch.Tensor, **cache) -> torch.Tensor:
     """(B, T) right-padded ids -> (B, T, D) final hidden states, on top of a prefix's KV cache if
     given. Attention is causal: what is right of a token cannot reach it, so no mask is needed."""
     trunk = model.get_base_model().base_model
     return trunk(input_ids=ids, use_cache=bool(cache), **cache).last_hidden_state
 
-def response_states(model, examples: list, side: str, prefix: tuple = NO_PREFIX) -> tuple:
-    """-> (B, R, D) hidden states that predict the response, (B, R) bool mask, on the CPU. Tokens
-    [s, e) are predicted by the positions [s-1, e-1): the last token is not read."""
+def response_states(model, examples: list, side: str, prefix: tuple = NO_PREFIX) -> list:
+    """-> the hidden states that predict each response: B of (its tokens, D). Tokens [s, e) are
+    predicted by the positions [s-1, e-1): the last token is not read."""
     prompts = [getattr(e, side)[prefix[0]:] for e in examples]
     ids = [torch.tensor(p + e.response[:-1]) for p, e in zip(prompts, examples)]
-    ids = pad_sequence(ids, batch_first=True).to(model.device, non_blocking=True)  # (B, T)
-    sizes = torch.tensor([[len(e.response)] for e in examples])  # (B, 1)
-    steps = torch.arange(int(sizes.max()))  # (R,)
-    at = torch.tensor([[len(p) - 1] for p in prompts]) + steps.minimum(sizes - 1)  # (B, R)
-    hidden = hidden_states(model, ids, prefix[1](len(ids)))  # (B, T, D)
-    at = at.to(model.device, non_blocking=True)[..., None].expand(-1, -1, hidden.shape[-1])
-    return hidden.gather(1, at), steps < sizes
+    ids = pad_sequence(ids, True).to(model.device, non_blocking=True)  # (B, T)
+    hidden = hidden_states(model, ids, **prefix[1](len(ids)))  # (B, T, D)
+    return [h[len(p) - 1:][:len(e.response)] for h, p, e in zip(hidden, prompts, examples)]
 
 def shared_prefix(model, examples: list) -> tuple:
     """-> n, how many tokens all teacher prompts start with, whatever they are, and a function: B ->
@@ -484,46 +468,45 @@ def shared_prefix(model, examples: list) -> tuple:
         cache.batch_repeat_interleave(B)
         return {name: cache}
     try:
-        need(common, "prompts that start alike", "none")
+        must(common, "prompts that start alike", "none")
         with teacher_mode(model):
             out = trunk(input_ids=ids, use_cache=True)
         name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.2x
-        need(copies(2)[name].get_seq_length() == len(common), "a KV cache", "none")
+        must(copies(2)[name].get_seq_length() == len(common), "a KV cache", "none")
         return len(common), copies
-    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+    except (Refused, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         print(f"no prefix is shared ({error}): the teacher reads every prompt in full")
         return NO_PREFIX
 
 # ------------------------------------------------- 7. Targets: what the teacher says, once for all
 def by_length(examples: list, size: int, side: str = "student") -> list[list[Example]]:
-    """Groups of `size`, alike in length, so that little is padded."""
+    # groups of `size`, alike in length, so that little is padded
     examples = sorted(examples, key=lambda e: len(getattr(e, side)) + len(e.response))
     return [examples[i:i + size] for i in range(0, len(examples), size)]
 
 def teacher_targets(model, examples: list, prefix: tuple, path: Path, args: Args) -> torch.Tensor:
     """-> (N, D) final hidden states of the teacher, in the file `path`, not in memory; examples are
-    told their rows. A file in the making is PATH.part: rows of zeros there are yet to be done."""
-    groups = by_length(examples, args.batch_size, "teacher")
-    N, D = 0, model.get_output_embeddings().weight.shape[1]
+    told their rows. Rows of zeros are yet to be done, by this run or by one that goes on."""
+    groups, N = by_length(examples, args.batch_size, "teacher"), 0
     for e in (e for group in groups for e in group):
-        e.row, N = N, N + len(e.response)
-    file, dtype = path if path.exists() else path.with_suffix(".part"), model.dtype
-    with file.open("a") as reserve:  # a full disk is an error here, not a SIGBUS later on
-        getattr(os, "posix_fallocate", lambda *_: 0)(reserve.fileno(), 0, N * D * dtype.itemsize)
-    targets = torch.from_file(str(file), True, N * D, dtype=dtype).view(N, D)
-    if file != path:
-        done = sum(bool(targets[group[0].row].any()) for group in groups)  # the last may be torn
-        with teacher_mode(model):
-            for group in tqdm(groups[max(done - 1, 0):], "targets", unit="batch"):
-                for e, states in zip(group, response_states(model, group, "teacher", prefix)[0]):
-                    targets[e.row:e.row + len(e.response)] = states[:len(e.response)]
-        os.replace(file, path)
+        e.rows = slice(N, N + len(e.response))
+        N = e.rows.stop
+    D, dtype = model.get_output_embeddings().weight.shape[1], model.dtype
+    with path.open("a") as file:  # a full disk is an error here, not a SIGBUS later on
+        getattr(os, "posix_fallocate", lambda *_: 0)(file.fileno(), 0, N * D * dtype.itemsize)
+    targets = torch.from_file(str(path), True, N * D, dtype=dtype).view(N, D)
+    done = sum(bool(targets[group[0].rows].any()) for group in groups)
+    with teacher_mode(model):
+        for group in tqdm(groups[max(done - 1, 0):], "targets", unit="batch"):  # one may be torn
+            for e, states in zip(group, response_states(model, group, "teacher", prefix)):
+                targets[e.rows] = states
     return targets
 
-def both_states(model, examples: list, targets: torch.Tensor) -> tuple:
+def both_states(model, examples: list, targets: torch.Tensor) -> list[torch.Tensor]:
     """-> the student's and the teacher's hidden states, (B, R, D) each, and the (B, R) mask."""
-    student, mask = response_states(model, examples, "student")
-    teacher = pad_sequence([targets[e.row:e.row + len(e.response)] for e in examples], True)
+    student = pad_sequence(response_states(model, examples, "student"), True)
+    teacher = pad_sequence([targets[e.rows] for e in examples], True)
+    mask = pad_sequence([torch.ones(len(e.response), dtype=torch.bool) for e in examples], True)
     return student, teacher.to(student.device, non_blocking=True), mask
 
 # ------------------------------------------------------------------------------------ 8. Training
@@ -540,14 +523,15 @@ def batches(examples: list, args: Args, epoch: int) -> list[list[Example]]:
 def evaluate(model, head, examples: list, targets: torch.Tensor, args: Args) -> dict:
     """-> eval_kl, nats per token, and eval_top1, the share of tokens where both sides put the same
     first: like the loss, means over samples of means over tokens."""
-    kl, top1 = [], []
+    scores = []  # (KL, top-1) of each sample
     for batch in by_length(examples, args.micro_batch_size):
-        student, teacher, mask = both_states(model, batch, targets)
-        kl += batched_kl(student, teacher, mask, head).tolist()
-        top1 += [(head(s[m]).argmax(-1) == head(t[m]).argmax(-1)).float().mean().item()
-                 for s, t, m in zip(student, teacher, mask)]
-    must(np.isfinite(kl).all(), f"held-out KL is {np.mean(kl)}: try --dtype float32")
-    return {"eval_kl": float(np.mean(kl)), "eval_top1": float(np.mean(top1))}
+        states = both_states(model, batch, targets)
+        for kl, s, t, m in zip(batched_kl(*states, head).tolist(), *states):
+            top1 = head(s[m]).argmax(-1) == head(t[m]).argmax(-1)  # (its tokens,)
+            scores.append((kl, top1.float().mean().item()))
+    kl, top1 = np.mean(scores, 0).tolist()
+    must(math.isfinite(kl), f"held-out KL is {kl}: try --dtype float32")
+    return {"eval_kl": kl, "eval_top1": top1}
 
 def train_step(model, head, batch: list, targets, params: list, args: Args) -> torch.Tensor:
     """Leaves the clipped gradient of the batch's mean KL in `params` -> [that KL, the gradient's
@@ -580,23 +564,22 @@ def train(model, head, examples: list, targets, args: Args, out: Path) -> list[d
     per_epoch, saved = len(plan) // args.epochs, len(log) - 1
     bar = tqdm(range(len(log), len(plan) + 1), "training", unit="step")
     for step in bar:  # step 0 only evaluates
-        entry, began = {"step": step}, time.perf_counter()
+        log.append(entry := {"step": step})
         if step:
-            batch, lr = plan[step - 1], learning_rate(step, len(plan), args)
+            batch, lr, began = plan[step - 1], learning_rate(step, len(plan), args), time.monotonic()
             kl, norm = train_step(model, head, batch, targets, list(params.values()), args).tolist()
             must(math.isfinite(kl + norm), f"step {step}: KL {kl}, gradient norm {norm}, in "
                  f"{', '.join(e.where for e in batch)}; {out} holds step {saved}")
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-            speed = sum(len(e.response) for e in batch) / (time.perf_counter() - began)
-            entry |= dict(epoch=math.ceil(step / per_epoch), kl=kl, lr=lr, grad_norm=norm,
-                          tokens_per_s=round(speed))
+            speed = round(sum(len(e.response) for e in batch) / (time.monotonic() - began))
+            entry |= {"epoch": math.ceil(step / per_epoch), "kl": kl, "lr": lr, "grad_norm": norm,
+                      "tokens_per_s": speed}
             bar.set_postfix(entry)
         if measured := held_out and step % per_epoch == 0:
             entry |= evaluate(model, head, held_out, targets, args)
             bar.write(f"step {step}: held-out KL {entry['eval_kl']:.4f}")
-        log.append(entry)
         if measured or step % args.save_every == 0 or step == len(plan):
             file, saved = io.BytesIO(), step
             torch.save(({n: p.data for n, p in params.items()}, optimizer.state_dict(), log), file)
@@ -634,19 +617,18 @@ def make_report(examples: list, read: int, drops: dict, log: list, args: Args) -
         report |= {"kl_before": before, "kl_after": after, "top1_before": evals[0]["eval_top1"],
                    "top1_after": evals[-1]["eval_top1"],
                    "recovered": 1 - after / before if before >= NOISE else None}
-    notes = [f"dropped {len(at)}: expected {what} (first: {at[0]})" for what, at in drops.items()
-             if at]
-    notes += [note for holds, note in (
-        (before < NOISE, f"KL before is under {NOISE}: the prompt does nothing here to bake"),
-        (after > before, "held-out KL rose, the bake failed: try a lower --lr"),
-        (max(0.8 * before, NOISE) < after <= before, "less than a fifth was recovered: try more "
-         "rows or --epochs, or a higher --lr or --rank"),
-        (min(kls[1:]) < 0.9 * after, f"an epoch had KL {min(kls[1:]):.4f}: try fewer --epochs"),
-        (trained < 0.5 * after and args.kl_temperature == 1, f"training KL is {trained:.4f}, far "
-         "below held-out KL: try more rows or fewer --epochs"),
-        (report["held_out_questions"] < 5, "fewer than 5 questions held out: rough numbers"),
-        (prompts[1:], f"{len(prompts)} different prompts were baked; the first of them is shown"),
-    ) if holds]
+    notes = {f"dropped {len(at)}: {why} (first: {at[0]})": True for why, at in drops.items() if at}
+    notes |= {  # what to say: whether it holds
+        f"KL before is under {NOISE}: the prompt does nothing here to bake": before < NOISE,
+        "held-out KL rose, the bake failed: try a lower --lr": after > before,
+        "less than a fifth was recovered: try more rows or --epochs, or a higher --lr or --rank":
+            max(0.8 * before, NOISE) < after <= before,
+        f"an epoch had KL {min(kls[1:]):.4f}: try fewer --epochs": min(kls[1:]) < 0.9 * after,
+        f"training KL is {trained:.4f}, far below held-out KL: try more rows or fewer --epochs":
+            trained < 0.5 * after and args.kl_temperature == 1,
+        "fewer than 5 questions held out: rough numbers": report["held_out_questions"] < 5,
+        f"{len(prompts)} different prompts were baked; the first of them is shown": prompts[1:]}
+    notes = [note for note, holds in notes.items() if holds]
     return report | {"notes": notes, "prompt": prompts[0]}
 
 def report_text(report: dict) -> str:
@@ -687,10 +669,9 @@ Made by bake.py (arXiv:2409.13697) with the settings in args.json. Load it with
 
 # ---------------------------------------------------------------------- 10. Files: whole, or absent
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Writes beside `path` and then renames: whoever finds `path` finds all of it."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(data if isinstance(data, bytes) else data.encode())
-    os.replace(part, path)
+    os.replace(part, path)  # whoever finds `path` finds all of it
 
 def claim(out: Path, args: Args) -> tuple:
     """Makes sure that OUT is this run's, and nobody else's now -> (lock, text for args.json)."""
@@ -699,15 +680,15 @@ def claim(out: Path, args: Args) -> tuple:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise SystemExit(f"--out {out}: another run is at work there") from None
+        must(False, f"--out {out}: another run is at work there")
     must(file.exists() or {*os.listdir(out)} <= {".lock", "args.json.part"},
          f"--out {out} holds files of something else: expected a new folder, or an earlier run's")
-    sha256 = lambda what: hashlib.sha256(Path(what).read_bytes() if os.path.isfile(what) else
-                                         what.encode(errors="replace")).hexdigest()
-    new = vars(args) | {f"sha256 of {name}": sha256(getattr(args, name) or "")
-                        for name in ("data", "eval_data", "prompt")}
+    read = lambda name: Path(name).read_bytes() if os.path.isfile(name) else b"on the hub"
+    said = {"bake.py": read(__file__), "prompt": (args.prompt or "").encode(errors="replace"),
+            "data": read(args.data), "eval_data": read(args.eval_data or "")}
+    new = vars(args) | {f"sha256 of {n}": hashlib.sha256(x).hexdigest() for n, x in said.items()}
     new["versions"] = {m.__name__: m.__version__ for m in (torch, transformers, peft, np)}
-    new["versions"]["bake.py"] = sha256(__file__)
+    new["versions"]["bake.py"] = new.pop("sha256 of bake.py")
     old = json.loads(file.read_text()) if file.exists() else new
     args.date = new["date"] = old["date"]
     other = {name: f"{old.get(name)!r:.200} there, {value!r:.200} here" for name, value in
@@ -726,8 +707,8 @@ def bake(args: Args, out: Path, identity: str) -> None:
     examples = split(examples, apart and build_examples(apart, chat, args, drops), args, drops)
     write_whole(out / "args.json", identity)
     for side in ("teacher", "student"):
-        print(f"--- the {side} reads, in {examples[0].where}:")
-        print(chat.tokenizer.decode(getattr(examples[0], side)))
+        text = chat.tokenizer.decode(getattr(examples[0], side))
+        print(f"--- the {side} reads, in {examples[0].where}:\n{text}")
     if chat.folds:
         print("--- the template takes no system message: the prompt is put into the user's turn")
     model, head = load_model(args)
@@ -742,7 +723,7 @@ def bake(args: Args, out: Path, identity: str) -> None:
     write_whole(out / "kl.svg", curve(log))
     model.save_pretrained(out)
     chat.tokenizer.save_pretrained(out)
-    write_whole(out / "README.md", model_card(report, args))
+    write_whole(out / "README.md", model_card(report, args))  # over the card that peft has written
     if args.merge:
         model = model.merge_and_unload()
         model.generation_config = chat.generation
@@ -769,9 +750,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; what is done is kept in --out: the same command goes on from there")
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"{error}\nto use less: --micro-batch-size 1, --gradient-checkpointing")
-    except OSError as error:
-        sys.exit(f"{error}; what is whole in --out stays so")
+    except (KeyboardInterrupt, OSError, torch.OutOfMemoryError) as error:
+        hint = "to use less: --micro-batch-size 1, --gradient-checkpointing; "
+        sys.exit(f"\n{str(error) or 'stopped'}; {hint * isinstance(error, torch.OutOfMemoryError)}"
+                 "what is done is kept in --out: the same command goes on from there")

@@ -1,6 +1,6 @@
 """Tests of bake.py, each named after a law it holds. `make test` runs them, on CUDA if there is one. Models
 are tiny, random and made here: no network. Hypothesis draws the structure, seeded generators the tensors."""
-import copy, fcntl, functools, io, json, math, re, resource, signal, subprocess, sys, time, timeit  # noqa: E401
+import copy, fcntl, functools, io, json, math, re, resource, signal, subprocess, sys, time, timeit  # noqa
 from collections import defaultdict
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import numpy as np
 import peft, pytest, safetensors.torch, tokenizers, torch, transformers  # noqa: E401
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
@@ -199,7 +200,8 @@ def test_law_6_an_empty_difference_is_nothing(folders, family, flags, tmp_path):
     model.train()
     targets = targets_for(model, examples, args, tmp_path, prefix=bake.NO_PREFIX)
     assert model.training and model.eval()  # the mode was restored
-    kl = bake.batched_kl(*bake.both_states(model, sorted(examples, key=lambda e: e.row), targets), head)
+    examples.sort(key=lambda e: e.rows.start)
+    kl = bake.batched_kl(*bake.both_states(model, examples, targets), head)
     assert all((x == 0).all() for x in (kl, *torch.autograd.grad(kl.sum(), lora(model))))
     log = bake.train(model, head, examples, targets_for(model, examples, args, tmp_path), args, tmp_path)
     assert all(m["kl"] < 1e-7 for m in log[1:]) and len(log) == 4
@@ -286,15 +288,15 @@ def test_every_shape_of_row(row, expected, tmp_path):
         dialog(7), dialog(USER | {"role": "tool"}), dialog(USER | {"role": None})],
     "text as the user message, found [{'type': 'image_url'}]": [dialog(user([{"type": "image_url"}]))],
     "text as the user message, found [{'type': 'input_audio'}]": [dialog(user([{"type": "input_audio"}]))],
-    "text alone, without tools": [dialog(USER, tools=[{}])],
-    "text alone, without tool calls": [dialog(USER, REPLY | {"content": None, "tool_calls": [{}]})],
+    "text alone, without tools or calls of them, found [{}]": [
+        dialog(USER, tools=[{}]), dialog(USER, REPLY | {"content": None, "tool_calls": [{}]})],
     "a system message or none, a user's, then by turns": [
         dialog(), dialog(REPLY, USER), dialog(SYSTEM), dialog(USER, REPLY, REPLY), dialog(USER, SYSTEM),
         dict(prompt="Hi", completion=[USER])]
 }.items())
 def test_bad_rows_say_why(expected, rows):
     for row in rows:
-        refused("^expected " + re.escape(expected), bake.conversations, row, error=bake.BadRow)
+        refused("^expected " + re.escape(expected), bake.conversations, row, error=bake.Refused)
 
 def test_files(tmp_path, monkeypatch):
     """BOM, CRLF, blank lines, U+2028 in strings, quotes and newlines in CSV, missing cells, hub data sets."""
@@ -306,19 +308,20 @@ def test_files(tmp_path, monkeypatch):
     assert read("a.json", '{"prompt": "a"}\n["b"]\n') == [("1", {"prompt": "a"}), ("2", ["b"])]
     assert read("a.txt", "Why?\n  \nHow? \n") == [("1", "Why?"), ("3", "How?")]
     rows = read("a.csv", f'question, answer\r\n"Why, ""you""?","a\nb"\r\nHow?\r\nBig?,{"x" * 200_000}\r\n')
-    assert [(at, bake.conversations(row)) for at, row in rows] == [("3", [([user('Why, "you"?')], "a\nb")]),
-        ("4", [([user("How?")], None)]), ("5", [([user("Big?")], "x" * 200_000)])]
+    assert [(at, bake.conversations(row)) for at, row in rows] == [("3", [([user('Why, "you"?')], "a\nb")]), (
+        "4", [([user("How?")], None)]), ("5", [([user("Big?")], "x" * 200_000)])]
     for name, text, reason in [
             ("c.csv", "question,answer\nWhy, you?,no\n", "a header for"), ("b.txt", b"\n\xff", "UTF-8")]:
-        refused(reason, bake.conversations, read(name, text)[0][1], error=bake.BadRow)
+        refused(reason, bake.conversations, read(name, text)[0][1], error=bake.Refused)
     for name, text, reason in [
             ("d.csv", 'question,answer\n"abc,def\nq2,a2\n', "d.csv:3: a quote is not"), ("b.json", "[]",
             "expected rows"), ("b.jsonl", "\n", "expected rows"), ("b.xml", "x", "expected a .jsonl")]:
         refused(reason, read, name, text)
-    monkeypatch.setitem(sys.modules, "datasets", Args(
-        load_dataset=lambda path, split: [{"prompt": path + split}], __spec__="found"))
+    hub = Args(load_dataset=lambda path, split: [{"prompt": path + split}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(transformers.utils, "is_datasets_available", lambda: True)
     assert bake.read_rows("me/mine") == [("me/mine:1", {"prompt": "me/minetrain"})]
-    monkeypatch.setattr(bake.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(transformers.utils, "is_datasets_available", lambda: False)
     refused("me/mine: expected a .jsonl", bake.read_rows, "me/mine")
 
 @functools.cache
@@ -438,7 +441,7 @@ def test_the_split_is_by_question():
     assert {e.question for e in bake.split(examples[::-1], [], args, drops) if e.held_out} == held
     assert not any(e.held_out for e in bake.split(examples[:1], [], args, drops))
     kept = bake.split(examples, [Example("e", [user("q3")], [], [], [0])], parse("x", "--eval-data=e"), drops)
-    assert drops == {"a question that is not held out": ["r3", "r10", "r17"]}
+    assert drops == {"expected a question that is not held out": ["r3", "r10", "r17"]}
     assert [e.question for e in kept if e.held_out] == ["q3"] and len(kept) == 19
 
 class Samples:  # a model that records its generate calls, and a chat
@@ -478,7 +481,7 @@ def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_pat
         [input_ids, torch.tensor([raw[letter(ids)] for ids in input_ids], device=DEVICE)], 1)
     out = s.run(["a", "bb", "ccc"], tmp_path / "t.jsonl")
     assert sorted((e.where, e.response) for e in out) == [("f:1", [5, 6, 256]), ("f:3", [1, 2, 3, 4, 5, 6])]
-    assert s.drops["a sampled response with text"] == ["f:2"]
+    assert s.drops["expected a sampled response with text"] == ["f:2"]
 
 def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     """A hostile generation_config does not leak in: first tokens are as the logits say. Its eos ids count."""
@@ -664,7 +667,7 @@ def test_a_bake_that_failed_says_so(kls, training, held_out, note):
     prompt = lambda i: SYSTEM | {"content": f"S{i % 2 * (note == '2 different')}"}
     examples = [Example("", [prompt(i), user(f"{i}")], [], [], [1], held_out=i < held_out) for i in range(20)]
     log = [{"step": i, "kl": training, "eval_kl": kl, "eval_top1": 0.5} for i, kl in enumerate(kls)]
-    report = bake.make_report(examples, 20, {"because": ["f:1", "f:2"]}, log, parse("x"))
+    report = bake.make_report(examples, 20, {"expected because": ["f:1", "f:2"]}, log, parse("x"))
     first, *notes = report["notes"]
     assert first == "dropped 2: expected because (first: f:1)" and len(notes) == (note is not None)
     assert (note or "") in "".join(notes) and (report["recovered"] is None) == (kls[0] < 1e-3)
@@ -774,9 +777,9 @@ def peak_memory(step):
 def dense_step(model, head, examples, share=1.0):
     """One padded batch, (B, R, V) logits of both sides at the response positions, teacher run again."""
     with bake.teacher_mode(model):
-        states, mask = bake.response_states(model, examples, "teacher")
-        teacher, mask = head(states), mask.to(states.device)
-    student = head(bake.response_states(model, examples, "student")[0])
+        teacher = head(pad_sequence(bake.response_states(model, examples, "teacher"), True))
+    student = head(pad_sequence(bake.response_states(model, examples, "student"), True))
+    mask = pad_sequence([torch.ones(len(e.response), device=DEVICE) for e in examples], True)
     loss = share * ((bake.token_kl(student, teacher) * mask).sum(1) / mask.sum(1)).mean()
     loss.backward()
     return loss.detach()
