@@ -18,11 +18,9 @@ exact, and a step costs what plain fine-tuning costs, however long u is, because
 Left out: top-k approximations of the KL, sampling inside the training step, full fine-tuning.
 Shapes: B samples, T tokens, R response tokens, D hidden size, V vocabulary, N tokens to predict.
 """
-import contextlib, copy, csv, datetime, fcntl, functools, hashlib, io, json, math  # noqa: E401
-import os, re, signal, sys, time  # noqa: E401
+import collections, contextlib, copy, csv, dataclasses, datetime, fcntl, functools  # noqa: E401
+import hashlib, io, json, math, os, re, signal, sys, time  # noqa: E401
 from argparse import ArgumentDefaultsHelpFormatter as Defaults, ArgumentParser, Namespace as Args
-from collections import defaultdict
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -98,8 +96,7 @@ def must(ok: object, expected: str, *found: object) -> None:  # `assert` is for 
     if not ok:
         raise Refused(f"expected {expected}, found {found[0]!r:.200}" if found else expected)
 
-def read_text(path: str | Path) -> str:
-    # a byte that is not UTF-8 becomes a surrogate, which plain_text refuses, with its row's place
+def read_text(path: str | Path) -> str:  # what is not UTF-8 becomes surrogates: see Chat.refused
     return Path(path).read_bytes().decode("utf-8-sig", "surrogateescape").rstrip()
 
 def parse_json(text: str) -> object:
@@ -134,7 +131,6 @@ def plain_text(content: object, what: str) -> str:  # images, audio and the like
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [isinstance(p, dict) and p.get("type") == "text" and p.get("text") for p in parts]
     must(all(isinstance(text, str) for text in texts), f"text as {what}", content)
-    must(not re.search("[\ud800-\udfff]", "".join(texts)), f"UTF-8 in {what}", content)
     return "".join(texts)
 
 def conversations(row: object) -> list[tuple[list[dict], str | None]]:
@@ -168,7 +164,7 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
     return samples[-1:] if given else samples + [(messages, None)] * (roles[-1] == "u")
 
 # -------------------------- 3. Prompts: teacher ids, student ids, and the response ids both end in
-@dataclass
+@dataclasses.dataclass
 class Example:
     """One response. The teacher reads teacher + response, the student reads student + response."""
     where: str  # file:line
@@ -186,7 +182,7 @@ class Chat:
     """Tokenizer, template, stop tokens and limits of a model: all that turns messages into ids."""
 
     def __init__(self, args: Args):
-        name, trust = args.model, {"trust_remote_code": args.trust_remote_code}
+        self.args, name, trust = args, args.model, {"trust_remote_code": args.trust_remote_code}
         config = AutoConfig.from_pretrained(name, **trust)
         self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(name, **trust)
         self.generation = GenerationConfig.from_model_config(config)
@@ -195,20 +191,19 @@ class Chat:
         tokenizer.chat_template = args.chat_template or tokenizer.chat_template
         must(tokenizer.chat_template, f"{name} has no chat template: give --chat-template")
         size = lambda key: getattr(config.get_text_config(), key, None) or sys.maxsize
-        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
         self.limit, self.vocab = size("max_position_embeddings"), size("vocab_size")
         self.window = min(size("sliding_window"), size("window_size"))
+        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":  # past it a batch's longest row changes the others
             self.limit = rope["original_max_position_embeddings"]
         eos = [tokenizer.eos_token_id, *np.ravel(self.generation.eos_token_id).tolist()]
-        eos = [i for i in eos if i is not None and 0 <= i < self.vocab]
+        eos = [i for i in eos if i in range(self.vocab)]  # nor is it None
         must(eos, f"{name} names no stop token: expected an eos_token_id")
         control = [re.escape(t.content) for t in tokenizer.added_tokens_decoder.values()
                    if t.special or re.fullmatch(r"<[|｜].+[|｜]>", t.content)]
-        self.control = re.compile("|".join([*control, "[\ud800-\udfff]"]))  # refused in all texts
+        self.refused = re.compile("|".join([*control, "[\ud800-\udfff]"]))  # in any text
         self.ids = lambda text: tokenizer(text, add_special_tokens=False).input_ids
         self.text = lambda ids: tokenizer.decode([i for i in ids if i not in self.stops])
-        self.kwargs, self.day = args.template_kwargs, datetime.datetime.fromisoformat(args.date)
         self.stops, self.stop = set(eos), eos[0]  # all of them, and the one that ends a turn
         self.lead = ""  # white space that the template puts before an answer: the model emits it
         probe = [{"role": r, "content": f"Some {r} text."} for r in ("system", "user", "assistant")]
@@ -222,22 +217,23 @@ class Chat:
                 break
 
     def render(self, messages: list[dict], generation: bool = True) -> str:
-        """-> the template's text; where it takes no system message, that goes into the first user
-        turn. Refused if the template takes not these messages or loses a system or user text."""
-        if self.folds and messages[0]["role"] == "system":
+        """-> the template's text. Refused if it does not take the messages or loses a text."""
+        if self.folds and messages[0]["role"] == "system":  # it goes into the user's first turn
             text = "\n\n".join(m["content"] for m in messages[:2])
             messages = [{"role": "user", "content": text}, *messages[2:]]
-        part = lambda text: [{"type": "text", "text": text}] if self.parts else text
-        shown = [m | {"content": part(m["content"])} for m in messages]
-        transformers.utils.chat_template_utils.datetime = Args(now=lambda: self.day)  # its "today"
+        asked = [m["content"].strip() for m in messages if m["role"] != "assistant"]
+        if self.parts:
+            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        today = datetime.datetime.fromisoformat(self.args.date)  # the same when the run goes on
+        transformers.utils.chat_template_utils.datetime = Args(now=lambda: today)
         try:
             text = self.tokenizer.apply_chat_template(
-                shown, tokenize=False, add_generation_prompt=generation, **self.kwargs)
+                messages, tokenize=False, add_generation_prompt=generation,
+                **self.args.template_kwargs)
         except Exception as error:  # a template raises what it likes, and the user gets to see it
             must(False, "messages that the chat template takes", str(error))
-        asked = [m["content"].strip() for m in messages if m["role"] != "assistant"]
-        for each in asked:  # it has a place of its own, outside of those that hold it as well
-            must(text.count(each) >= sum(each in other for other in asked),
+        for each in asked:  # it has a place of its own, besides those in longer ones
+            must(text.count(each) >= sum(other.count(each) for other in asked),
                  "a chat template that shows every text", f"without {each}")
         return text
 
@@ -250,8 +246,7 @@ def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
             return ids[len(start):] + [chat.stop]
 
 def build_example(where: str, messages: list, response, ids, chat: Chat, args: Args) -> Example:
-    """One (context, response) -> token ids for both sides. `ids`, those in a row that an earlier
-    run has sampled, are kept as they are if they are this response's. Raises Refused."""
+    """One (context, response), and the `ids` that a run has sampled -> token ids for both sides."""
     system = lambda text: [{"role": "system", "content": text}] * bool((text or "").strip())
     messages = system(args.prompt) + messages
     prompts = [m["role"] for m in messages].count("system")
@@ -260,7 +255,7 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args: A
     kept = isinstance(ids, list) and all(type(i) is int and 0 <= i < chat.vocab for i in ids)
     kept = kept and chat.text(ids) == response  # ids may hold control tokens, text may not
     texts = [m["content"] for m in sum(sides, [])] + [response or ""] * (not kept)
-    found = chat.control.search("\n".join(texts))
+    found = chat.refused.search("\n".join(texts))
     must(not found, "UTF-8 text without control tokens of this model", found and found[0])
     rendered = [chat.render(side) for side in sides]
     tails = [text.rpartition(messages[-1]["content"].strip())[2] for text in rendered]
@@ -273,13 +268,12 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args: A
     return Example(where, messages, teacher, student, ids and ids[:room], len(ids or "") > room)
 
 def build_examples(rows: list, chat: Chat, args: Args, drops: dict) -> list[Example]:
-    """Rows -> examples. A bad row stops the run; with --skip-bad-rows it goes to `drops`, which has
-    the places of what was left out, by reason. So do empty responses: they teach nothing."""
+    """Rows -> examples. `drops` gets the places of what is left out, by reason."""
     examples = []
     for where, row in rows:
         try:
             turns, ids = conversations(row), row.get("ids") if isinstance(row, dict) else None
-            full = [(m, response) for m, response in turns if response is None or response.strip()]
+            full = [turn for turn in turns if turn[1] is None or turn[1].strip()]
             examples += [build_example(where, *turn, ids, chat, args) for turn in full]
             drops["expected a response with text"] += [where] * (len(turns) - len(full))
         except Refused as error:
@@ -289,23 +283,21 @@ def build_examples(rows: list, chat: Chat, args: Args, drops: dict) -> list[Exam
     return examples
 
 def split(examples: list[Example], apart: list[Example], args: Args, drops: dict) -> list[Example]:
-    """Marks what is held out, by question, so that all responses to one are on one side: a share of
-    the questions, or those of `apart` (--eval-data), which then are not trained on."""
+    """Marks what is held out: a share of the questions, or those of `apart`, of --eval-data."""
     order = lambda question: hashlib.sha256(f"{args.seed} {question}".encode()).digest()
     questions = sorted({e.question for e in examples}, key=order)
     count = min(math.ceil(args.eval_fraction * len(questions)), len(questions) - 1)
     held = {e.question for e in apart} or {*questions[:count]}
-    for e in examples + apart:
+    for e in examples + apart:  # so all responses to a question are on one side
         e.held_out = e.question in held
-    both = [e for e in examples if e.held_out] if apart else []
-    drops["expected a question that is not held out"] += [e.where for e in both]
+    both = [e.where for e in examples if apart and e.held_out]  # asked in either file
+    drops["expected a question that is not held out"] += both
     return [e for e in examples if not (apart and e.held_out)] + apart
 
 # --------------------------- 4. Sampling: the prompted model answers the rows that have no response
 def generate(model, chat: Chat, prompts: list, prefix: tuple, most: int, temperature) -> list:
-    """B prompts -> B continuations of at most `most` ids, each cut after its first stop id. One
-    call: the shared prefix, then padding, then what is left of each prompt, ending flush."""
-    width = max(map(len, prompts))  # T
+    """B prompts -> B continuations of at most `most` ids, each cut after its first stop id."""
+    width = max(map(len, prompts))  # T: the prefix, padding, the rest of a prompt, ending flush
     # padding in the middle would take up a sliding window: without a prefix it is all on the left
     n, cache = prefix if width + most <= chat.window else NO_PREFIX
     ids = torch.tensor([p[:n] + [chat.stop] * (width - len(p)) + p[n:] for p in prompts])  # (B, T)
@@ -319,9 +311,8 @@ def generate(model, chat: Chat, prompts: list, prefix: tuple, most: int, tempera
     return [row[:next((i for i, t in enumerate(row, 1) if t in chat.stops), None)] for row in out]
 
 def sample_responses(model, chat: Chat, examples: list, prefix, path, args: Args, drops) -> list:
-    """An example without a response -> --trajectories examples with one, sampled from the teacher.
-    `path` gets them as they come: an interrupted run goes on behind the last whole batch there."""
-    asked = [replace(e) for e in examples if e.response is None for _ in range(args.trajectories)]
+    """An example without a response -> --trajectories examples with one, by way of the file."""
+    asked = [copy.copy(e) for e in examples if e.response is None for _ in range(args.trajectories)]
     if not asked:
         return examples
     asked.sort(key=lambda e: -len(e.teacher))  # the longest first: what does not fit fails at once
@@ -329,7 +320,7 @@ def sample_responses(model, chat: Chat, examples: list, prefix, path, args: Args
     with path.open("a+b") as file, teacher_mode(model):
         file.seek(0)
         lines = [line for line in file if line.endswith(b"\n")]  # the last may be torn
-        done = len(lines) if len(lines) >= len(asked) else len(lines) // size * size
+        done = len(lines) if len(lines) >= len(asked) else len(lines) // size * size  # batches
         file.truncate(sum(map(len, lines[:done])))
         for i in tqdm(range(done, len(asked), size), "sampling", unit="batch"):
             torch.manual_seed(args.seed + i)  # the same samples, whether interrupted or not
@@ -343,14 +334,13 @@ def sample_responses(model, chat: Chat, examples: list, prefix, path, args: Args
     for e, line in zip(asked, lines):
         e.response = json.loads(line)["ids"]
         e.cut = len(e.response) < args.max_new_tokens and e.response[-1] not in chat.stops
-    empty = [e.where for e in asked if chat.stops >= {*e.response}]  # a stop and nothing else
-    drops["expected a sampled response with text"] += empty
+    drops["expected a sampled response with text"] += [  # not a stop and nothing else
+        e.where for e in asked if chat.stops >= {*e.response}]
     return [e for e in examples + asked if {*(e.response or ())} - chat.stops]
 
 # ---------------------------------------------------------------------------------------- 5. Loss
 def log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    wide = torch.promote_types(logits.dtype, torch.float32)  # a KL in bf16 can come out negative
-    logits = logits.to(wide)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # in bf16 KL can be < 0
     return (logits if temperature == 1 else logits / temperature).log_softmax(-1)  # spares a copy
 
 def token_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor,
@@ -408,15 +398,15 @@ def load_model(args: Args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
     base = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code).to(args.device)
-    every, names = args.target_modules == "all-linear", re.split(r"\s*,\s*", args.target_modules)
+    names = re.split(r"\s*,\s*", args.target_modules)
     ends = {base.get_input_embeddings(), base.get_output_embeddings()}
-    for name in () if every else names:
+    for name in names if names != ["all-linear"] else ():
         found = {module for path, module in base.named_modules() if f".{path}".endswith(f".{name}")}
         must(found and not found & ends, f"--target-modules {name}: expected a layer's own modules")
     torch.manual_seed(args.seed)  # of the LoRA matrices
-    model = peft.get_peft_model(base, peft.LoraConfig(
-        "CAUSAL_LM", r=args.rank, lora_alpha=args.alpha, bias="none",
-        target_modules="all-linear" if every else names)).eval()
+    config = peft.LoraConfig("CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
+                             target_modules="all-linear" if names == ["all-linear"] else names)
+    model = peft.get_peft_model(base, config).eval()
     for layer in model.modules() if args.gradient_checkpointing else ():
         if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
             layer.forward = functools.partial(  # in eval mode too, where dropout is off
@@ -443,27 +433,24 @@ def teacher_mode(model):  # adapters and dropout off, no gradients; the mode is 
     model.train(training)
 
 def hidden_states(model, ids: torch.Tensor, **cache) -> torch.Tensor:
-    """(B, T) right-padded ids -> (B, T, D) final hidden states, on top of a prefix's KV cache if
-    given. Attention is causal: what is right of a token cannot reach it, so no mask is needed."""
-    trunk = model.get_base_model().base_model
+    """(B, T) right-padded ids -> (B, T, D) final hidden states, on top of a KV cache if given."""
+    trunk = model.get_base_model().base_model  # causal: padding on the right needs no mask
     return trunk(input_ids=ids, use_cache=bool(cache), **cache).last_hidden_state
 
 def response_states(model, examples: list, side: str, prefix: tuple = NO_PREFIX) -> list:
-    """-> the hidden states that predict each response: B of (its tokens, D). Tokens [s, e) are
-    predicted by the positions [s-1, e-1): the last token is not read."""
+    """-> the hidden states at [s-1, e-1), which predict the response [s, e): B of (length, D)."""
     prompts = [getattr(e, side)[prefix[0]:] for e in examples]
-    ids = [torch.tensor(p + e.response[:-1]) for p, e in zip(prompts, examples)]
+    ids = [torch.tensor(p + e.response[:-1]) for p, e in zip(prompts, examples)]  # last: not read
     ids = pad_sequence(ids, True).to(model.device, non_blocking=True)  # (B, T)
     hidden = hidden_states(model, ids, **prefix[1](len(ids)))  # (B, T, D)
     return [h[len(p) - 1:][:len(e.response)] for h, p, e in zip(hidden, prompts, examples)]
 
 def shared_prefix(model, examples: list) -> tuple:
-    """-> n, how many tokens all teacher prompts start with, whatever they are, and a function: B ->
-    the argument that hands a model their KV cache for B samples, a copy, as a call changes it."""
+    """-> (how many tokens all teacher prompts start with, B -> the argument with their KV cache)"""
     common = os.path.commonprefix([e.teacher[:-1] for e in examples])  # leaves a token to read
     trunk, ids = model.get_base_model().base_model, torch.tensor([common], device=model.device)
 
-    def copies(B: int) -> dict:
+    def copies(B: int) -> dict:  # a call changes the cache that it gets
         cache = copy.deepcopy(out[name])
         cache.batch_repeat_interleave(B)
         return {name: cache}
@@ -479,14 +466,12 @@ def shared_prefix(model, examples: list) -> tuple:
         return NO_PREFIX
 
 # ------------------------------------------------- 7. Targets: what the teacher says, once for all
-def by_length(examples: list, size: int, side: str = "student") -> list[list[Example]]:
-    # groups of `size`, alike in length, so that little is padded
+def by_length(examples: list, size: int, side: str = "student") -> list:  # so little is padded
     examples = sorted(examples, key=lambda e: len(getattr(e, side)) + len(e.response))
     return [examples[i:i + size] for i in range(0, len(examples), size)]
 
 def teacher_targets(model, examples: list, prefix: tuple, path: Path, args: Args) -> torch.Tensor:
-    """-> (N, D) final hidden states of the teacher, in the file `path`, not in memory; examples are
-    told their rows. Rows of zeros are yet to be done, by this run or by one that goes on."""
+    """-> (N, D) final hidden states of the teacher, in a file, not in memory; sets example.rows."""
     groups, N = by_length(examples, args.batch_size, "teacher"), 0
     for e in (e for group in groups for e in group):
         e.rows = slice(N, N + len(e.response))
@@ -495,7 +480,7 @@ def teacher_targets(model, examples: list, prefix: tuple, path: Path, args: Args
     with path.open("a") as file:  # a full disk is an error here, not a SIGBUS later on
         getattr(os, "posix_fallocate", lambda *_: 0)(file.fileno(), 0, N * D * dtype.itemsize)
     targets = torch.from_file(str(path), True, N * D, dtype=dtype).view(N, D)
-    done = sum(bool(targets[group[0].rows].any()) for group in groups)
+    done = sum(bool(targets[group[0].rows].any()) for group in groups)  # zeros: yet to be done
     with teacher_mode(model):
         for group in tqdm(groups[max(done - 1, 0):], "targets", unit="batch"):  # one may be torn
             for e, states in zip(group, response_states(model, group, "teacher", prefix)):
@@ -511,32 +496,29 @@ def both_states(model, examples: list, targets: torch.Tensor) -> list[torch.Tens
 
 # ------------------------------------------------------------------------------------ 8. Training
 def batches(examples: list, args: Args, epoch: int) -> list[list[Example]]:
-    """The batches of an epoch, a pure function of (seed, epoch). Examples are shuffled, each 8
-    batches' worth is sorted by length and cut, and the batches are shuffled."""
-    rng, size, out = np.random.default_rng([args.seed, epoch]), args.batch_size, []
+    """The batches of an epoch, shuffled: a pure function of (seed, epoch)."""
+    rng, size = np.random.default_rng([args.seed, epoch]), args.batch_size
     order = [examples[i] for i in rng.permutation(len(examples))]
-    for i in range(0, len(order), 8 * size):
-        out += by_length(order[i:i + 8 * size], size)
+    pools = [order[i:i + 8 * size] for i in range(0, len(order), 8 * size)]  # sorted by length
+    out = [batch for pool in pools for batch in by_length(pool, size)]
     return [out[i] for i in rng.permutation(len(out))]
 
 @torch.no_grad()
 def evaluate(model, head, examples: list, targets: torch.Tensor, args: Args) -> dict:
-    """-> eval_kl, nats per token, and eval_top1, the share of tokens where both sides put the same
-    first: like the loss, means over samples of means over tokens."""
+    """-> KL, nats per token, and the share of tokens where both sides put the same first."""
     scores = []  # (KL, top-1) of each sample
     for batch in by_length(examples, args.micro_batch_size):
         states = both_states(model, batch, targets)
         for kl, s, t, m in zip(batched_kl(*states, head).tolist(), *states):
             top1 = head(s[m]).argmax(-1) == head(t[m]).argmax(-1)  # (its tokens,)
             scores.append((kl, top1.float().mean().item()))
-    kl, top1 = np.mean(scores, 0).tolist()
+    kl, top1 = np.mean(scores, 0).tolist()  # means over samples of means over tokens
     must(math.isfinite(kl), f"held-out KL is {kl}: try --dtype float32")
     return {"eval_kl": kl, "eval_top1": top1}
 
 def train_step(model, head, batch: list, targets, params: list, args: Args) -> torch.Tensor:
-    """Leaves the clipped gradient of the batch's mean KL in `params` -> [that KL, the gradient's
-    norm before clipping], on the device: nothing in here waits for it."""
-    total = 0.0
+    """Leaves the clipped gradient of the mean KL in `params` -> [KL, its norm before clipping]."""
+    total = 0.0  # then a tensor on the device: nothing in here waits for it
     for i in range(0, len(batch), args.micro_batch_size):
         states = both_states(model, batch[i:i + args.micro_batch_size], targets)
         loss = batched_kl(*states, head, args.kl_temperature).sum() / len(batch)
@@ -551,31 +533,31 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     return args.lr * min(step / max(warmup, 1), 0.5 + 0.5 * math.cos(fall))
 
 def train(model, head, examples: list, targets, args: Args, out: Path) -> list[dict]:
-    """Trains the adapters on what is not held out -> a dict a step, as in OUT/metrics.jsonl. Order
-    and lr are functions of the step: a checkpoint is weights, optimizer and log, nothing else."""
+    """Trains the adapters on what is not held out -> a dict a step, as in OUT/metrics.jsonl."""
     trained, held_out = ([e for e in examples if e.held_out == side] for side in (False, True))
     plan = [batch for epoch in range(args.epochs) for batch in batches(trained, args, epoch)]
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, log = torch.optim.AdamW(params.values(), weight_decay=0.0), []
-    if (out / "checkpoint.pt").exists():
+    if (out / "checkpoint.pt").exists():  # order and lr are functions of the step, so this is all
         weights, state, log = torch.load(out / "checkpoint.pt", weights_only=True)
         model.load_state_dict(weights, strict=False)
         optimizer.load_state_dict(state)
     per_epoch, saved = len(plan) // args.epochs, len(log) - 1
     bar = tqdm(range(len(log), len(plan) + 1), "training", unit="step")
     for step in bar:  # step 0 only evaluates
-        log.append(entry := {"step": step})
+        entry, start = {"step": step}, time.perf_counter()
+        log.append(entry)
         if step:
-            batch, lr, began = plan[step - 1], learning_rate(step, len(plan), args), time.monotonic()
+            batch, lr = plan[step - 1], learning_rate(step, len(plan), args)
             kl, norm = train_step(model, head, batch, targets, list(params.values()), args).tolist()
             must(math.isfinite(kl + norm), f"step {step}: KL {kl}, gradient norm {norm}, in "
                  f"{', '.join(e.where for e in batch)}; {out} holds step {saved}")
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-            speed = round(sum(len(e.response) for e in batch) / (time.monotonic() - began))
-            entry |= {"epoch": math.ceil(step / per_epoch), "kl": kl, "lr": lr, "grad_norm": norm,
-                      "tokens_per_s": speed}
+            speed = round(sum(len(e.response) for e in batch) / (time.perf_counter() - start))
+            entry |= dict(epoch=math.ceil(step / per_epoch), kl=kl, lr=lr, grad_norm=norm,
+                          tokens_per_s=speed)
             bar.set_postfix(entry)
         if measured := held_out and step % per_epoch == 0:
             entry |= evaluate(model, head, held_out, targets, args)
@@ -683,12 +665,12 @@ def claim(out: Path, args: Args) -> tuple:
         must(False, f"--out {out}: another run is at work there")
     must(file.exists() or {*os.listdir(out)} <= {".lock", "args.json.part"},
          f"--out {out} holds files of something else: expected a new folder, or an earlier run's")
-    read = lambda name: Path(name).read_bytes() if os.path.isfile(name) else b"on the hub"
-    said = {"bake.py": read(__file__), "prompt": (args.prompt or "").encode(errors="replace"),
-            "data": read(args.data), "eval_data": read(args.eval_data or "")}
+    read = lambda name: Path(name).read_bytes() if os.path.isfile(name) else name.encode()
+    said = {"prompt": (args.prompt or "").encode(errors="replace"), "data": read(args.data),
+            "eval_data": read(args.eval_data or ""), "bake.py": read(__file__)}
     new = vars(args) | {f"sha256 of {n}": hashlib.sha256(x).hexdigest() for n, x in said.items()}
     new["versions"] = {m.__name__: m.__version__ for m in (torch, transformers, peft, np)}
-    new["versions"]["bake.py"] = new.pop("sha256 of bake.py")
+    new["versions"]["bake.py"] = new.pop("sha256 of bake.py")  # a change of it is not refused
     old = json.loads(file.read_text()) if file.exists() else new
     args.date = new["date"] = old["date"]
     other = {name: f"{old.get(name)!r:.200} there, {value!r:.200} here" for name, value in
@@ -699,51 +681,45 @@ def claim(out: Path, args: Args) -> tuple:
     return lock, json.dumps(new, indent=2)
 
 # ---------------------------------------------------------------------------------------- 11. main
-def bake(args: Args, out: Path, identity: str) -> None:
-    """A whole run, or what is left of one."""
-    drops, chat, rows = defaultdict(list), Chat(args), read_rows(args.data)
-    apart = read_rows(args.eval_data) if args.eval_data else []
-    examples = build_examples(rows, chat, args, drops)
-    examples = split(examples, apart and build_examples(apart, chat, args, drops), args, drops)
-    write_whole(out / "args.json", identity)
-    for side in ("teacher", "student"):
-        text = chat.tokenizer.decode(getattr(examples[0], side))
-        print(f"--- the {side} reads, in {examples[0].where}:\n{text}")
-    if chat.folds:
-        print("--- the template takes no system message: the prompt is put into the user's turn")
-    model, head = load_model(args)
-    prefix, path = shared_prefix(model, examples), out / "trajectories.jsonl"
-    examples = sample_responses(model, chat, examples, prefix, path, args, drops)
-    must({e.held_out for e in examples} >= {False, bool(args.eval_data)}, "no response is left to "
-         "train on, or of --eval-data")
-    targets = teacher_targets(model, examples, prefix, out / "targets", args)
-    log = train(model, head, examples, targets, args, out)
-    report = make_report(examples, len(rows) + len(apart), drops, log, args)
-    report["samples"] = samples(model, chat, examples, args)
-    write_whole(out / "kl.svg", curve(log))
-    model.save_pretrained(out)
-    chat.tokenizer.save_pretrained(out)
-    write_whole(out / "README.md", model_card(report, args))  # over the card that peft has written
-    if args.merge:
-        model = model.merge_and_unload()
-        model.generation_config = chat.generation
-        model.save_pretrained(out / "merged")
-        chat.tokenizer.save_pretrained(out / "merged")
-    write_whole(out / "report.json", json.dumps(report, indent=2))  # from here on it is done
-
 def main(argv: list[str] | None = None) -> dict:
     """Runs, goes on with, or shows what the command line asks for -> its report."""
-    args = parse_args(argv)
+    args, drops = parse_args(argv), collections.defaultdict(list)
     out = Path(args.out)
     lock, identity = claim(out, args)  # held until the end
-    if (out / "report.json").exists():
-        print(f"{out} is done")
-    else:
-        bake(args, out, identity)
-    for name in ("targets", "checkpoint.pt"):
+    if not (out / "report.json").exists():
+        chat, rows = Chat(args), read_rows(args.data)
+        apart = read_rows(args.eval_data) if args.eval_data else []
+        examples = build_examples(rows, chat, args, drops)
+        examples = split(examples, apart and build_examples(apart, chat, args, drops), args, drops)
+        write_whole(out / "args.json", identity)  # not before: a refused run leaves OUT free
+        for side in ("teacher", "student"):
+            text = chat.tokenizer.decode(getattr(examples[0], side))
+            print(f"--- the {side} reads, in {examples[0].where}:\n{text}")
+        if chat.folds:
+            print("--- the template takes no system message: it is put into the user's turn")
+        model, head = load_model(args)
+        prefix, path = shared_prefix(model, examples), out / "trajectories.jsonl"
+        examples = sample_responses(model, chat, examples, prefix, path, args, drops)
+        must({e.held_out for e in examples} >= {False, bool(args.eval_data)},
+             "no response is left to train on, or of --eval-data")
+        targets = teacher_targets(model, examples, prefix, out / "targets", args)
+        log = train(model, head, examples, targets, args, out)
+        report = make_report(examples, len(rows) + len(apart), drops, log, args)
+        report["samples"] = samples(model, chat, examples, args)
+        write_whole(out / "kl.svg", curve(log))
+        model.save_pretrained(out)
+        chat.tokenizer.save_pretrained(out)
+        write_whole(out / "README.md", model_card(report, args))  # instead of peft's
+        if args.merge:
+            model = model.merge_and_unload()
+            model.generation_config = chat.generation  # generate() had one of its own
+            model.save_pretrained(out / "merged")
+            chat.tokenizer.save_pretrained(out / "merged")
+        write_whole(out / "report.json", json.dumps(report, indent=2))  # from here on it is done
+    for name in ("targets", "checkpoint.pt"):  # work in progress, and large
         (out / name).unlink(missing_ok=True)
     report = json.loads((out / "report.json").read_text())
-    print(report_text(report))
+    print(f"--- {out} is done\n{report_text(report)}")
     return report
 
 if __name__ == "__main__":

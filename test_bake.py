@@ -283,7 +283,7 @@ def test_every_shape_of_row(row, expected, tmp_path):
     "text as the user message, found": [dialog({"role": "user"}), dialog(user(5)), dialog(user(["Hi"])), dialog(
         user(" ")), dict(messages={}), dict(question=None, answer="Ho")],
     "text as the assistant message, found 3": [dict(prompt="Hi", completion=3)],
-    "text as instruction, found 5": [dict(instruction=5, input="x")], "UTF-8": [dict(prompt="\ud800")],
+    "text as instruction, found 5": [dict(instruction=5, input="x")],
     "a message with a role of system, developer, user": [
         dialog(7), dialog(USER | {"role": "tool"}), dialog(USER | {"role": None})],
     "text as the user message, found [{'type': 'image_url'}]": [dialog(user([{"type": "image_url"}]))],
@@ -310,9 +310,8 @@ def test_files(tmp_path, monkeypatch):
     rows = read("a.csv", f'question, answer\r\n"Why, ""you""?","a\nb"\r\nHow?\r\nBig?,{"x" * 200_000}\r\n')
     assert [(at, bake.conversations(row)) for at, row in rows] == [("3", [([user('Why, "you"?')], "a\nb")]), (
         "4", [([user("How?")], None)]), ("5", [([user("Big?")], "x" * 200_000)])]
-    for name, text, reason in [
-            ("c.csv", "question,answer\nWhy, you?,no\n", "a header for"), ("b.txt", b"\n\xff", "UTF-8")]:
-        refused(reason, bake.conversations, read(name, text)[0][1], error=bake.Refused)
+    refused("a header for", bake.conversations, read("c.csv", "question,answer\nWhy, you?,no\n")[0][1])
+    assert read("b.txt", b"\n\xff") == [("2", "\udcff")]  # refused below, as no UTF-8
     for name, text, reason in [
             ("d.csv", 'question,answer\n"abc,def\nq2,a2\n', "d.csv:3: a quote is not"), ("b.json", "[]",
             "expected rows"), ("b.jsonl", "\n", "expected rows"), ("b.xml", "x", "expected a .jsonl")]:
@@ -380,6 +379,8 @@ def test_prompts_that_do_not_fit_together(folders, tmp_path):
             (" ", PLAIN, "Hi", "one prompt .*found 0"), ("Hi", each("{{ m.role }}"), "Hi", "every text"),
             ("P" * 600, PLAIN, "Hi", "less than 512 tokens.* found 6"),
             (None, PLAIN, dialog(SYSTEM, user("a<|end|>")), "without control tokens"),
+            ("P", PLAIN, dict(prompt="\ud800"), "UTF-8"), ("P", PLAIN, "\udcff", "UTF-8"),
+            ("\udcff", PLAIN, "Hi", "UTF-8"), ("P", PLAIN, dict(prompt="Hi", completion="\udcff"), "UTF-8"),
             ("P", PLAIN, dict(prompt="a", completion="<|user|>"), "without control tokens"),
             ("P", TEMPLATES["strict"][0], dialog(USER, USER), "must alternate"),
             ("P", PLAIN + "{% if messages[0].role == 'system' %}!{% endif %}", "Hi", "end both prompts alike")]:
