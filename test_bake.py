@@ -8,7 +8,6 @@ import numpy as np
 import peft, pytest, safetensors.torch, tokenizers, torch, transformers  # noqa: E401
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
@@ -200,8 +199,7 @@ def test_law_6_an_empty_difference_is_nothing(folders, family, flags, tmp_path):
     model.train()
     targets = targets_for(model, examples, args, tmp_path, prefix=bake.NO_PREFIX)
     assert model.training and model.eval()  # the mode was restored
-    examples.sort(key=lambda e: e.rows.start)
-    kl = bake.batched_kl(*bake.both_states(model, examples, targets), head)
+    kl = bake.batched_kl(*bake.both_states(model, bake.by_length(examples, 3)[0], targets), head)
     assert all((x == 0).all() for x in (kl, *torch.autograd.grad(kl.sum(), lora(model))))
     log = bake.train(model, head, examples, targets_for(model, examples, args, tmp_path), args, tmp_path)
     assert all(m["kl"] < 1e-7 for m in log[1:]) and len(log) == 4
@@ -280,8 +278,8 @@ def test_every_shape_of_row(row, expected, tmp_path):
 
 @pytest.mark.parametrize("expected, rows", {
     "an object with one of messages, conversations, prompt": [7, None, {"text": "Hi"}],
-    "text as the user message, found": [dialog({"role": "user"}), dialog(user(5)), dialog(user(["Hi"])), dialog(
-        user(" ")), dict(messages={}), dict(question=None, answer="Ho")],
+    "text as the user message, found": [dialog({"role": "user"}), dialog(user(5)), dialog(user(["Hi"])),
+        dialog(user(" ")), dict(messages={}), dict(question=None, answer="Ho")],
     "text as the assistant message, found 3": [dict(prompt="Hi", completion=3)],
     "text as instruction, found 5": [dict(instruction=5, input="x")],
     "a message with a role of system, developer, user": [
@@ -306,21 +304,18 @@ def test_files(tmp_path, monkeypatch):
     one, (at, bad), two = read("a.jsonl", '\ufeff{"prompt": "a\u2028é"}\r\n\r\n["x"\n"b"\n')
     assert (one, at, two) == (("1", {"prompt": "a\u2028é"}), "3", ("4", "b")) and "expected JSON" in str(bad)
     assert read("a.json", '{"prompt": "a"}\n["b"]\n') == [("1", {"prompt": "a"}), ("2", ["b"])]
-    assert read("a.txt", "Why?\n  \nHow? \n") == [("1", "Why?"), ("3", "How?")]
+    assert read("a.txt", b"Why?\n  \nHow? \n\xff") == [("1", "Why?"), ("3", "How?"), ("4", "\udcff")]
     rows = read("a.csv", f'question, answer\r\n"Why, ""you""?","a\nb"\r\nHow?\r\nBig?,{"x" * 200_000}\r\n')
     assert [(at, bake.conversations(row)) for at, row in rows] == [("3", [([user('Why, "you"?')], "a\nb")]), (
         "4", [([user("How?")], None)]), ("5", [([user("Big?")], "x" * 200_000)])]
-    refused("a header for", bake.conversations, read("c.csv", "question,answer\nWhy, you?,no\n")[0][1])
-    assert read("b.txt", b"\n\xff") == [("2", "\udcff")]  # refused below, as no UTF-8
+    refused("a header for", bake.conversations, read("c.csv", "prompt\nWhy, u?\n")[0][1], error=bake.Refused)
     for name, text, reason in [
             ("d.csv", 'question,answer\n"abc,def\nq2,a2\n', "d.csv:3: a quote is not"), ("b.json", "[]",
             "expected rows"), ("b.jsonl", "\n", "expected rows"), ("b.xml", "x", "expected a .jsonl")]:
         refused(reason, read, name, text)
-    hub = Args(load_dataset=lambda path, split: [{"prompt": path + split}])
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    monkeypatch.setattr(transformers.utils, "is_datasets_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "datasets", Args(load_dataset=lambda p, split: [{"prompt": p + split}]))
+    monkeypatch.setattr(transformers.utils, "is_datasets_available", [False, True].pop)  # yes, then no
     assert bake.read_rows("me/mine") == [("me/mine:1", {"prompt": "me/minetrain"})]
-    monkeypatch.setattr(transformers.utils, "is_datasets_available", lambda: False)
     refused("me/mine: expected a .jsonl", bake.read_rows, "me/mine")
 
 @functools.cache
@@ -375,15 +370,18 @@ def test_laws_1_and_2_chat_templates(folders, tmp_path, name):
 def test_prompts_that_do_not_fit_together(folders, tmp_path):
     """A row that no honest pair of sides can be made of is refused with its place; so are bad arguments."""
     for prompt, template, row, reason in [
-            ("P", PLAIN, dialog(SYSTEM, USER), "one prompt .*found 2"), (None, PLAIN, "Hi", "prompt .*found 0"),
-            (" ", PLAIN, "Hi", "one prompt .*found 0"), ("Hi", each("{{ m.role }}"), "Hi", "every text"),
-            ("P" * 600, PLAIN, "Hi", "less than 512 tokens.* found 6"),
-            (None, PLAIN, dialog(SYSTEM, user("a<|end|>")), "without control tokens"),
-            ("P", PLAIN, dict(prompt="\ud800"), "UTF-8"), ("P", PLAIN, "\udcff", "UTF-8"),
-            ("\udcff", PLAIN, "Hi", "UTF-8"), ("P", PLAIN, dict(prompt="Hi", completion="\udcff"), "UTF-8"),
+            (None, PLAIN, "Hi", "prompt .*found 0"), (" ", PLAIN, "Hi", "one prompt .*found 0"), (
+            "P", PLAIN, dialog(SYSTEM, USER), "one prompt .*found 2"), (
+            "Hi", each("{{ m.role }}"), "Hi", "every text"), ("P", PLAIN, dict(prompt="\ud800"), "UTF-8"),
             ("P", PLAIN, dict(prompt="a", completion="<|user|>"), "without control tokens"),
-            ("P", TEMPLATES["strict"][0], dialog(USER, USER), "must alternate"),
-            ("P", PLAIN + "{% if messages[0].role == 'system' %}!{% endif %}", "Hi", "end both prompts alike")]:
+            ("P", PLAIN, "\udcff", "UTF-8"), ("\udcff", PLAIN, "Hi", "UTF-8"), (
+            "P", PLAIN, dict(prompt="Hi", completion="\udcff"), "UTF-8"),
+            (None, PLAIN, dialog(SYSTEM, user("a<|end|>")), "without control tokens"),
+            ("P", "{{ messages[0].content + messages[-1].content }}", dialog(  # one of 3 "no" is lost
+                user("no"), REPLY, user("no no")), "every text"),
+            ("P" * 600, PLAIN, "Hi", "less than 512 tokens.* found 6"),
+            ("P", TEMPLATES["strict"][0], dialog(USER, USER), "must alternate"), ("P", PLAIN + (
+            "{% if messages[0].role == 'system' %}!{% endif %}"), "Hi", "end both prompts alike")]:
         args = parse(folders(), "--chat-template", write(tmp_path / "t", template))
         args.prompt = prompt
         refused(f"f:1: .*{reason}", built, [row], bake.Chat(args), args)
@@ -778,9 +776,9 @@ def peak_memory(step):
 def dense_step(model, head, examples, share=1.0):
     """One padded batch, (B, R, V) logits of both sides at the response positions, teacher run again."""
     with bake.teacher_mode(model):
-        teacher = head(pad_sequence(bake.response_states(model, examples, "teacher"), True))
-    student = head(pad_sequence(bake.response_states(model, examples, "student"), True))
-    mask = pad_sequence([torch.ones(len(e.response), device=DEVICE) for e in examples], True)
+        teacher = head(bake.pad_sequence(bake.response_states(model, examples, "teacher"), True))
+    student = head(bake.pad_sequence(bake.response_states(model, examples, "student"), True))
+    mask = bake.pad_sequence([torch.ones(len(e.response), device=DEVICE) for e in examples], True)
     loss = share * ((bake.token_kl(student, teacher) * mask).sum(1) / mask.sum(1)).mean()
     loss.backward()
     return loss.detach()
