@@ -480,9 +480,9 @@ def teacher_targets(model, examples: list, prefix: tuple, path: Path, args: Args
     with path.open("a") as file:  # a full disk is an error here, not a SIGBUS later on
         getattr(os, "posix_fallocate", lambda *_: 0)(file.fileno(), 0, N * D * dtype.itemsize)
     targets = torch.from_file(str(path), True, N * D, dtype=dtype).view(N, D)
-    done = sum(bool(targets[group[0].rows].any()) for group in groups)  # zeros: yet to be done
+    todo = [g for g in groups if not all(targets[e.rows].all() for e in g)]  # a 0: not yet written
     with teacher_mode(model):
-        for group in tqdm(groups[max(done - 1, 0):], "targets", unit="batch"):  # one may be torn
+        for group in tqdm(todo, "targets", unit="batch"):
             for e, states in zip(group, response_states(model, group, "teacher", prefix)):
                 targets[e.rows] = states
     return targets
