@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import peft, pytest, safetensors.torch, tokenizers, torch, transformers  # noqa: E401
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
@@ -20,7 +19,6 @@ settings.load_profile("bake")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # ----------------------------------------------------------------------- tiny models, made here
-
 each = lambda turn: (  # a chat template: `turn` for each message m, and then the start of an answer
     "{% for m in messages %}" + turn + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
 TURN = "<|{{ m.role }}|>{{ m.content | trim }}<|end|>"
@@ -109,7 +107,6 @@ def refused(reason, call, *args, error=SystemExit):
         call(*args)
 
 # --------------------------------------------------------------------------- loss and training
-
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), chunk=st.integers(1, 60),
        temperature=st.sampled_from([0.5, 1.0, 2.0]), double=st.booleans(), seed=st.integers(0, 10 ** 6))
 @example(lengths=[0, 0], chunk=3, temperature=1.0, double=True, seed=0)
@@ -252,7 +249,6 @@ def test_batches_pad_little_and_the_learning_rate_rises_and_falls():
     assert lrs[:2] == [0.05, 0.1] and lrs[1:] == sorted(lrs[1:])[::-1] and lrs[-1] > 0 and rate(1, 0) < 0.1
 
 # ------------------------------------------------------------------ data, prompts and sampling
-
 USER, REPLY, SYSTEM = user("Hi"), {"role": "assistant", "content": "Ho"}, {"role": "system", "content": "S"}
 dialog = lambda *turns, **more: {"messages": [*turns], **more}
 SHAPES = [([([USER], "Ho")], [  # what is read, and the rows that say it
@@ -532,7 +528,6 @@ def test_half_precision_bases(folders, dtype, tmp_path):
     assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
 
 # ----------------------------------------------------------------------------- a run, end to end
-
 @pytest.fixture(scope="session")
 def command(folders, tmp_path_factory):
     """command(out, more) -> the command line of a short run: --model FOLDER --data FILE and so on."""
@@ -606,7 +601,7 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
             (out, "--prompt x", "prompt"), (folder, "", "files of something else"),
             (tmp_path / "a", f"--prompt P --data {bad}", "l:2: expected text as the user message, found 3"),
             (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "l:2: of all rows none is left"),
-            (tmp_path / "b", f"--skip-bad-rows --eval-data {bad}", "l:2: of all rows .*a response with text")]:
+            (tmp_path / "b", f"--skip-bad-rows --eval-data {bad}", "l:2: of all .*a response with text")]:
         refused(reason, bake.main, command(where, more))
     write(Path(data), rows + b"\n")
     refused("sha256 of data", bake.main, command(out))
@@ -739,7 +734,6 @@ def test_laws_1_and_2_for_any_template(folders, tmp_path_factory, name, prompt, 
         assert teacher.rpartition("<|assistant|>")[2] == student.rpartition("<|assistant|>")[2]
 
 # ----------------------------------------------------------------------- measurements: make bench
-
 @pytest.fixture(scope="module")
 def bench_model(tmp_path_factory):
     """The demo model in fp32 on a CPU; on CUDA the shape of Qwen3-0.6B with random weights, in bf16."""
@@ -784,6 +778,29 @@ def dense_step(model, head, examples, share=1.0):
     return loss.detach()
 
 @pytest.mark.bench
+def test_bench_many_rows(folders, tmp_path):  # the first, as later ones leave a large heap behind
+    memory = lambda: int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+    for n in (5_000, 20_000):
+        rows = (dict(prompt=f"Question {i}?", completion="word " * 40) for i in range(n))
+        data = write(tmp_path / "many.jsonl", "\n".join(map(json.dumps, rows)))
+        chat, args = chat_for(folders(), "--prompt", "Be brief. " * 20, "--batch-size", 32)
+        start = time.perf_counter()
+        examples = bake.build_examples(bake.read_rows(data), chat, args, defaultdict(list))
+        loading, before = time.perf_counter() - start, memory()
+        model, head = bake.load_model(args)
+        targets = targets_for(model, examples, args, tmp_path)
+        told, ms = memory(), []
+        for batch in bake.batches(examples, args, 0):
+            step = lambda: bake.train_step(model, head, batch, targets, lora(model), args)
+            ms.append(1000 * seconds(step=step)["step"])
+            model.zero_grad()
+        third, peak = n // 96, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"\n{n} rows: read and encoded in {loading:.1f} s ({1e6 * loading / n:.0f} us a row); MB of "
+              f"private memory: {before:.0f} loaded, {told:.0f} after the targets, {memory():.0f} after "
+              f"training, peak with the mapped file {peak:.0f}; ms a step: {np.median(ms[:third]):.1f} in "
+              f"the first third, {np.median(ms[-third:]):.1f} in the last")
+
+@pytest.mark.bench
 def test_bench_steps(bench_model, tmp_path):
     model, head, args = bench_model
     sizes, x, y, B = ((64, 512, 2048), 20, 64, 4) if DEVICE == "cpu" else ((64, 1000, 4000), 50, 150, 16)
@@ -795,19 +812,23 @@ def test_bench_steps(bench_model, tmp_path):
         prefix = bake.shared_prefix(model, examples)
         targets = targets_for(model, examples, args, tmp_path, prefix)
         learn = lambda targets: bake.train_step(model, head, examples, targets, lora(model), args)[0]
-        ids = torch.tensor([e.student + e.response for e in examples], device=DEVICE)
+        ids, asked = (torch.tensor([getattr(e, side) + e.response for e in examples], device=DEVICE)
+                      for side in ("student", "teacher"))
         labels = torch.where(torch.arange(x + y, device=DEVICE) < x, -100, ids)
+
+        def usual():  # as it is mostly written: a mask, and logits of all positions, though few are used
+            logits = lambda ids: model(ids, attention_mask=torch.ones_like(ids)).logits[:, -y - 1:-1]
+            with bake.teacher_mode(model):
+                teacher = logits(asked)
+            loss = bake.token_kl(logits(ids), teacher).mean()
+            loss.backward()
+            return loss.detach()
         ways = {"loop": lambda: sum(dense_step(model, head, [e], 1 / B) for e in examples),
-                "dense": lambda: dense_step(model, head, examples),
+                "usual": usual, "dense": lambda: dense_step(model, head, examples),
                 "first epoch": lambda: learn(targets_for(model, examples, args, tmp_path, prefix)),
                 "later epochs": lambda: learn(targets),
                 "sft": lambda: model(input_ids=ids, labels=labels, use_cache=False).loss.backward()}
-
-        def step(name):
-            loss = ways[name]()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+        step = lambda name: (ways[name](), optimizer.step(), optimizer.zero_grad())[0]
         right = loop_kl(model, examples, logits_to_keep=y + 1).mean().item()
         losses = {name: step(name) for name in ways}  # the warm-up
         for name in [*ways][:-1]:
@@ -822,8 +843,8 @@ def test_bench_steps(bench_model, tmp_path):
         torch.cuda.set_sync_debug_mode("default")
     (v, small), (u, middle), (w, long) = table.items()
     print(f"later epochs, {w} / {v} tokens of prompt: {long['later epochs'] / small['later epochs']:.2f}")
-    for n in ("later epochs", "first epoch"):
-        print(f"dense / {n}: {middle['dense'] / middle[n]:.1f} at {u}, {long['dense'] / long[n]:.1f} at {w}")
+    for a, b in [(a, b) for a in ("usual", "dense") for b in ("later epochs", "first epoch")]:
+        print(f"{a} / {b}: {middle[a] / middle[b]:.1f} at {u}, {long[a] / long[b]:.1f} at {w}")
 
 @pytest.mark.bench
 def test_bench_loss_memory(bench_model):
@@ -875,26 +896,3 @@ def test_bench_whole_run(bench_model, tmp_path):
     t = seconds(dense=dense, ours=lambda: bake.main(flags))
     print(f"\nwhole run, u=512, 3 epochs of 16 responses: dense {t['dense']:.1f} s, "
           f"bake.py {t['ours']:.1f} s: {t['dense'] / t['ours']:.1f} x")
-
-@pytest.mark.bench
-def test_bench_many_rows(folders, tmp_path):
-    memory = lambda: int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-    for n in (5_000, 20_000):
-        rows = (dict(prompt=f"Question {i}?", completion="word " * 40) for i in range(n))
-        data = write(tmp_path / "many.jsonl", "\n".join(map(json.dumps, rows)))
-        chat, args = chat_for(folders(), "--prompt", "Be brief. " * 20, "--batch-size", 32)
-        start = time.perf_counter()
-        examples = bake.build_examples(bake.read_rows(data), chat, args, defaultdict(list))
-        loading, before = time.perf_counter() - start, memory()
-        model, head = bake.load_model(args)
-        targets = targets_for(model, examples, args, tmp_path)
-        told, ms = memory(), []
-        for batch in bake.batches(examples, args, 0):
-            step = lambda: bake.train_step(model, head, batch, targets, lora(model), args)
-            ms.append(1000 * seconds(step=step)["step"])
-            model.zero_grad()
-        third, peak = n // 96, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"\n{n} rows: read and encoded in {loading:.1f} s ({1e6 * loading / n:.0f} us a row); MB of "
-              f"private memory: {before:.0f} loaded, {told:.0f} after the targets, {memory():.0f} after "
-              f"training, peak with the mapped file {peak:.0f}; ms a step: {np.median(ms[:third]):.1f} in "
-              f"the first third, {np.median(ms[-third:]):.1f} in the last")
