@@ -88,6 +88,7 @@ ROLES = dict(system="system", developer="system", user="user", human="user",  # 
              assistant="assistant", gpt="assistant", model="assistant")
 REPLY = dict(prompt="completion", question="answer", instruction="output", user_message="response")
 ASKS = ("messages", "conversations", *REPLY)  # the keys that hold what is to be answered
+MORE = "tools tool_calls function_call images image audio".split()  # than text
 
 class Refused(SystemExit):
     """What the user gave cannot be used: this ends the run, or has the row skipped."""
@@ -95,6 +96,13 @@ class Refused(SystemExit):
 def must(ok: object, expected: str, *found: object) -> None:  # `assert` is for faults of our own
     if not ok:
         raise Refused(f"expected {expected}, found {found[0]!r:.200}" if found else expected)
+
+@contextlib.contextmanager
+def blame(what: str):  # for what a library makes of it, in whatever kind of exception
+    try:
+        yield
+    except Exception as error:
+        must(False, f"{what}: {error}")
 
 def read_text(path: str | Path) -> str:  # what is not UTF-8 becomes surrogates: see Chat.refused
     return Path(path).read_bytes().decode("utf-8-sig", "surrogateescape").rstrip()
@@ -111,10 +119,12 @@ def read_rows(path: str) -> list[tuple[str, object]]:
     text = read_text(path) if kind in (".jsonl", ".json", ".csv", ".txt") else ""
     rows = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if kind == ".csv":
-        must(text.count('"') % 2 == 0, f"{path}:{text.count(chr(10)) + 1}: a quote is not closed")
         csv.field_size_limit(2 ** 31 - 1)  # of characters in a cell; by default 131,072
-        reader = csv.DictReader(io.StringIO(text, newline=""), restkey="")  # "": cells too many
-        rows = [(reader.line_num, {k.strip(): cell for k, cell in row.items()}) for row in reader]
+        reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True)
+        try:  # the key "" gets cells beyond the header's
+            rows = [(reader.line_num, {k.strip(): v for k, v in row.items()}) for row in reader]
+        except csv.Error as error:
+            must(False, f"{path}:{reader.reader.line_num}: expected CSV, found {error}")
     elif kind == ".json" and isinstance(array := parse_json(text), list):
         rows = [*enumerate(array, 1)]  # numbers of rows, as lines mean nothing here
     elif kind in (".jsonl", ".json"):
@@ -152,8 +162,8 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
         for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
             role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
             must(role in [*ROLES], f"a message with a role of {', '.join(ROLES)}", turn)
-            tools = row.get("tools") or turn.get("tool_calls")
-            must(not tools, "text alone, without tools or calls of them", tools)
+            more = [key for key in MORE if row.get(key) or turn.get(key)]
+            must(not more, "text alone, without tools, calls of them, images or audio", more)
             content = plain_text(turn.get("content", turn.get("value")), f"the {role} message")
             must(content.strip() or ROLES[role] == "assistant", f"text as the {role} message", "")
             messages.append({"role": ROLES[role], "content": content})
@@ -183,8 +193,9 @@ class Chat:
 
     def __init__(self, args: Args):
         self.args, name, trust = args, args.model, {"trust_remote_code": args.trust_remote_code}
-        config = AutoConfig.from_pretrained(name, **trust)
-        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+        with blame(f"--model {name}"):
+            config = AutoConfig.from_pretrained(name, **trust)
+            self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(name, **trust)
         self.generation = GenerationConfig.from_model_config(config)
         with contextlib.suppress(OSError):  # the file is optional
             self.generation = GenerationConfig.from_pretrained(name)
@@ -207,10 +218,10 @@ class Chat:
         self.stops, self.stop = set(eos), eos[0]  # all of them, and the one that ends a turn
         self.lead = ""  # white space that the template puts before an answer: the model emits it
         probe = [{"role": r, "content": f"Some {r} text."} for r in ("system", "user", "assistant")]
-        for self.folds, self.parts in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0)):  # what works?
+        for self.folds, self.parts, i in ((0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1), (0, 0, 0)):
             with contextlib.suppress(Refused):
                 self.render(probe[:2])
-                start, whole = self.render(probe[1:2]), self.render(probe[1:], generation=False)
+                start, whole = self.render(probe[i:2]), self.render(probe[i:], generation=False)
                 before, _, ending = whole.rpartition("Some assistant text.")
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
                 self.lead = re.fullmatch(re.escape(start) + r"(\s*)|.*", before, re.S)[1] or ""
@@ -239,7 +250,7 @@ class Chat:
 
 def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
     """Text -> the ids that the model would emit after a prompt ending in `tail`, and a stop id."""
-    response = response if response[:1].isspace() else chat.lead + response
+    response = response if response.startswith(chat.lead) else chat.lead + response
     for before in (tail or ":", ":", ""):  # the start of a text is marked by some tokenizers, and
         start, ids = chat.ids(before), chat.ids(before + response)  # this is none; but over the
         if ids[:len(start)] == start:  # seam of tail and response nothing must merge
@@ -396,8 +407,9 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
 # ----------------------------------------------------------------- 6. Model: one network, two parts
 def load_model(args: Args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
-    base = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code).to(args.device)
+    with blame(f"--model {args.model} --dtype {args.dtype} --device {args.device}"):
+        base = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code).to(args.device)
     names = re.split(r"\s*,\s*", args.target_modules)
     ends = {base.get_input_embeddings(), base.get_output_embeddings()}
     for name in names if names != ["all-linear"] else ():
@@ -406,7 +418,8 @@ def load_model(args: Args) -> tuple:
     torch.manual_seed(args.seed)  # of the LoRA matrices
     config = peft.LoraConfig("CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
                              target_modules="all-linear" if names == ["all-linear"] else names)
-    model = peft.get_peft_model(base, config).eval()
+    with blame(f"--target-modules {args.target_modules}"):
+        model = peft.get_peft_model(base, config).eval()
     for layer in model.modules() if args.gradient_checkpointing else ():
         if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
             layer.forward = functools.partial(  # in eval mode too, where dropout is off
@@ -528,7 +541,7 @@ def train_step(model, head, batch: list, targets, params: list, args: Args) -> t
 
 def learning_rate(step: int, steps: int, args: Args) -> float:
     """Of step 1..steps: a linear rise, then half a cosine down to 0."""
-    warmup = math.ceil(args.warmup * steps)
+    warmup = min(math.ceil(args.warmup * steps), steps)
     fall = math.pi * max(step - warmup, 0) / (steps - warmup + 1)
     return args.lr * min(step / max(warmup, 1), 0.5 + 0.5 * math.cos(fall))
 
@@ -691,13 +704,13 @@ def main(argv: list[str] | None = None) -> dict:
         apart = read_rows(args.eval_data) if args.eval_data else []
         examples = build_examples(rows, chat, args, drops)
         examples = split(examples, apart and build_examples(apart, chat, args, drops), args, drops)
-        write_whole(out / "args.json", identity)  # not before: a refused run leaves OUT free
         for side in ("teacher", "student"):
             text = chat.tokenizer.decode(getattr(examples[0], side))
             print(f"--- the {side} reads, in {examples[0].where}:\n{text}")
         if chat.folds:
             print("--- the template takes no system message: it is put into the user's turn")
         model, head = load_model(args)
+        write_whole(out / "args.json", identity)  # not before: a refused run leaves OUT free
         prefix, path = shared_prefix(model, examples), out / "trajectories.jsonl"
         examples = sample_responses(model, chat, examples, prefix, path, args, drops)
         must({e.held_out for e in examples} >= {False, bool(args.eval_data)},

@@ -245,7 +245,8 @@ def test_batches_pad_little_and_the_learning_rate_rises_and_falls():
     read = sum(len(batch) * max(9 + len(e.response) for e in batch) for batch in made)
     assert sum(9 + lengths) / read >= 0.85 and made != other  # with lengths spread over 10..300
     rate = lambda step, warmup: bake.learning_rate(step, 10, parse("x", "--lr", 0.1, "--warmup", warmup))
-    lrs = [rate(step, 0.2) for step in range(1, 11)]
+    lrs, late = ([rate(step, warmup) for step in range(1, 11)] for warmup in (0.2, 1.1))
+    assert late == sorted(late) and late[-1] == 0.1
     assert lrs[:2] == [0.05, 0.1] and lrs[1:] == sorted(lrs[1:])[::-1] and lrs[-1] > 0 and rate(1, 0) < 0.1
 
 # ------------------------------------------------------------------ data, prompts and sampling
@@ -282,8 +283,10 @@ def test_every_shape_of_row(row, expected, tmp_path):
         dialog(7), dialog(USER | {"role": "tool"}), dialog(USER | {"role": None})],
     "text as the user message, found [{'type': 'image_url'}]": [dialog(user([{"type": "image_url"}]))],
     "text as the user message, found [{'type': 'input_audio'}]": [dialog(user([{"type": "input_audio"}]))],
-    "text alone, without tools or calls of them, found [{}]": [
-        dialog(USER, tools=[{}]), dialog(USER, REPLY | {"content": None, "tool_calls": [{}]})],
+    "text alone, without tools, calls of them, images or audio, found ['tool_calls']": [
+        dialog(USER, REPLY | {"content": None, "tool_calls": [{}]})],
+    "text alone, without tools, calls of them, images or audio": [
+        dialog(USER, tools=[{}]), dialog(USER, images=["a.png"]), dialog(USER | {"audio": "a.wav"})],
     "a system message or none, a user's, then by turns": [
         dialog(), dialog(REPLY, USER), dialog(SYSTEM), dialog(USER, REPLY, REPLY), dialog(USER, SYSTEM),
         dict(prompt="Hi", completion=[USER])]
@@ -305,9 +308,10 @@ def test_files(tmp_path, monkeypatch):
     assert [(at, bake.conversations(row)) for at, row in rows] == [("3", [([user('Why, "you"?')], "a\nb")]), (
         "4", [([user("How?")], None)]), ("5", [([user("Big?")], "x" * 200_000)])]
     refused("a header for", bake.conversations, read("c.csv", "prompt\nWhy, u?\n")[0][1], error=bake.Refused)
-    for name, text, reason in [
-            ("d.csv", 'question,answer\n"abc,def\nq2,a2\n', "d.csv:3: a quote is not"), ("b.json", "[]",
-            "expected rows"), ("b.jsonl", "\n", "expected rows"), ("b.xml", "x", "expected a .jsonl")]:
+    for name, text, reason in [  # quotes: one left open, and two stray ones that would merge rows
+            ("d.csv", 'a,b\n"abc,def\nq2,a2\n', "d.csv:3: expected CSV"), ("b.json", "[]", "expected rows"),
+            ("e.csv", 'a,b\n"Is,fine\n"How,good\n', "e.csv:3: expected CSV"), ("b.jsonl", "\n", "expected rows"),
+            ("b.xml", "x", "expected a .jsonl")]:
         refused(reason, read, name, text)
     monkeypatch.setitem(sys.modules, "datasets", Args(load_dataset=lambda p, split: [{"prompt": p + split}]))
     monkeypatch.setattr(transformers.utils, "is_datasets_available", [False, True].pop)  # yes, then no
@@ -360,6 +364,10 @@ def test_laws_1_and_2_chat_templates(folders, tmp_path, name):
     assert asked.teacher == own.teacher == one.teacher and asked.response is None and own.response is None
     assert text(own.student) == teacher.replace("PIRATE", "Be.") and chat.folds == (teacher == FOLDED)
     assert one.messages == [SYSTEM | {"content": "PIRATE"}, USER]
+    if name == "leads":  # which is seen also where a template insists on a system message
+        insists = "{% if messages[0].role != 'system' %}{{ raise_exception('') }}{% endif %}" + template
+        chat = bake.Chat(parse(folders(), "--chat-template", write(tmp_path / "t", insists)))
+        assert text(bake.encode_response(chat, HI, "\nHo")) == " \nHo<|end|>"
     if name == "plain":
         assert (text(two.teacher), text(two.student)) == (teacher + said + HI, student + said + HI)
 
@@ -509,11 +517,13 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
     """Above all those whose logits make_head does not know: they would be trained wrongly, in silence."""
     load = lambda names: bake.load_model(parse(folders("Gemma2"), "--target-modules", names))[0]
     assert {n.split(".")[-1] for n in load("q_proj, v_proj").targeted_module_names} == {"q_proj", "v_proj"}
-    for names in ("lm_head,q_proj", "embed_tokens", "nothing_like_it", "q_proj,nope"):
+    for names in ("lm_head,q_proj", "embed_tokens", "nothing_like_it", "q_proj,nope", "self_attn"):
         refused("--target-modules", load, names)
     plain = bake.make_head
     monkeypatch.setattr(bake, "make_head", lambda base: lambda hidden: plain(base)(hidden) * 1.1)
     refused("make_head", load, "all-linear")
+    refused("--model .* --device no", bake.load_model, parse(folders(), "--device", "no"))
+    refused(f"--model {tmp_path}: ", bake.Chat, parse(tmp_path))  # there is nothing in it
     AutoModelForCausalLM.from_pretrained(folders()).save_pretrained(tmp_path)
     make_tokenizer(None).save_pretrained(tmp_path)
     refused("--chat-template", bake.Chat, parse(tmp_path))
@@ -593,6 +603,7 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
     _, folder, _, data, *_ = command(out)
     files = lambda: {p: p.read_bytes() for p in out.iterdir() if p.is_file()}
     before, rows = files(), Path(data).read_bytes()
+    refused("nope", bake.main, command(tmp_path / "a", "--target-modules nope"))  # and leaves OUT free
     monkeypatch.setattr(bake, "load_model", None)
     assert bake.main(command(out)) == report and "is done" in capsys.readouterr().out
     bad = write(tmp_path / "bad.jsonl", '{"prompt": "a", "completion": ""}\n{"prompt": 3}\n')
