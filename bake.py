@@ -74,8 +74,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = p.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("temperature", "warmup", "eval_fraction", "seed") else 1e-9
-        if type(value) in (int, float) and not least <= value < math.inf:  # nor is it NaN
-            p.error(f"--{name.replace('_', '-')} {value}: expected at least {least}")
+        below = 1 if name in ("warmup", "eval_fraction") else math.inf  # a share is no percentage
+        if type(value) in (int, float) and not least <= value < below:  # nor is it NaN
+            p.error(f"--{name.replace('_', '-')} {value}: expected {least} or more, below {below}")
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype.replace("auto", "bfloat16" if "cuda" in args.device else "float32")
     args.micro_batch_size = min(args.micro_batch_size or args.batch_size, args.batch_size)
@@ -541,7 +542,7 @@ def train_step(model, head, batch: list, targets, params: list, args: Args) -> t
 
 def learning_rate(step: int, steps: int, args: Args) -> float:
     """Of step 1..steps: a linear rise, then half a cosine down to 0."""
-    warmup = min(math.ceil(args.warmup * steps), steps)
+    warmup = math.ceil(args.warmup * steps)
     fall = math.pi * max(step - warmup, 0) / (steps - warmup + 1)
     return args.lr * min(step / max(warmup, 1), 0.5 + 0.5 * math.cos(fall))
 
