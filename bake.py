@@ -87,7 +87,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 # ----------------------------- 2. Data: a file -> rows that know their place -> (context, response)
 ROLES = dict(system="system", developer="system", user="user", human="user",  # OpenAI, ShareGPT
              assistant="assistant", gpt="assistant", model="assistant")
-REPLY = dict(prompt="completion", question="answer", instruction="output", user_message="response")
+REPLY = dict(prompt="completion", question="answer", instruction="output", query="response",
+             user_message="response")
 ASKS = ("messages", "conversations", *REPLY)  # the keys that hold what is to be answered
 MORE = "tools tool_calls function_call images image audio".split()  # than text
 
@@ -155,11 +156,12 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
     must("" not in row, "a header for every cell; cells that hold commas need quotes", row.get(""))
     replies = [REPLY[ask], *REPLY.values()] if ask in REPLY else ["response"]  # its own kind first
     reply = next((row[key] for key in replies if row.get(key) is not None), None)
-    if ask == "instruction" and row.get("input"):
-        row = row | {ask: plain_text(row[ask], ask) + "\n\n" + plain_text(row["input"], "input")}
-    messages, given = [], reply is not None
-    for role, turns in (("system", row.get("system") or []), ("user", row[ask]),
-                        ("assistant", reply if given else [])):
+    extra = row.get("input") or row.get("context")  # Alpaca, Dolly
+    if ask == "instruction" and extra:
+        row = row | {ask: plain_text(row[ask], ask) + "\n\n" + plain_text(extra, "input")}
+    messages, roles, given = [], "", reply is not None
+    for role, turns in (("system", row.get("system") or row.get("system_prompt") or []),
+                        ("user", row[ask]), ("assistant", reply if given else [])):
         for turn in turns if isinstance(turns, list) else [{"role": role, "content": turns}]:
             role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
             must(role in [*ROLES], f"a message with a role of {', '.join(ROLES)}", turn)
@@ -168,9 +170,9 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
             content = plain_text(turn.get("content", turn.get("value")), f"the {role} message")
             must(content.strip() or ROLES[role] == "assistant", f"text as the {role} message", "")
             messages.append({"role": ROLES[role], "content": content})
-    roles = "".join(m["role"][0] for m in messages)  # such as suaua
-    must(re.fullmatch("s?u(u|au)*" + ("a" if given else "a?"), roles), "a system message or none, "
-         "a user's, then by turns, and in a reply an assistant's", roles)
+            roles += "A" if turn.get("weight") == 0 else ROLES[role][0]  # A: not to be trained on
+    must(re.fullmatch("s?u(u|au)*" + ("a" if given else "a?"), roles, re.I), "a system message or "
+         "none, a user's, then by turns, and in a reply an assistant's", roles)
     samples = [(messages[:i], m["content"]) for i, m in enumerate(messages) if roles[i] == "a"]
     return samples[-1:] if given else samples + [(messages, None)] * (roles[-1] == "u")
 
@@ -217,7 +219,7 @@ class Chat:
         self.ids = lambda text: tokenizer(text, add_special_tokens=False).input_ids
         self.text = lambda ids: tokenizer.decode([i for i in ids if i not in self.stops])
         self.stops, self.stop = set(eos), eos[0]  # all of them, and the one that ends a turn
-        self.lead = ""  # white space that the template puts before an answer: the model emits it
+        self.lead = ""  # what the template puts before an answer, but for thoughts: it is emitted
         probe = [{"role": r, "content": f"Some {r} text."} for r in ("system", "user", "assistant")]
         for self.folds, self.parts, i in ((0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1), (0, 0, 0)):
             with contextlib.suppress(Refused):
@@ -225,7 +227,8 @@ class Chat:
                 start, whole = self.render(probe[i:2]), self.render(probe[i:], generation=False)
                 before, _, ending = whole.rpartition("Some assistant text.")
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
-                self.lead = re.fullmatch(re.escape(start) + r"(\s*)|.*", before, re.S)[1] or ""
+                self.lead = re.fullmatch(
+                    re.escape(start) + "((?!.*th(?:ink|ought)).*)|.*", before, re.S)[1] or ""
                 break
 
     def render(self, messages: list[dict], generation: bool = True) -> str:
@@ -243,7 +246,7 @@ class Chat:
                 messages, tokenize=False, add_generation_prompt=generation,
                 **self.args.template_kwargs)
         except Exception as error:  # a template raises what it likes, and the user gets to see it
-            must(False, "messages that the chat template takes", str(error))
+            must(False, "messages (and --template-kwargs) that the template takes", str(error))
         for each in asked:  # it has a place of its own, besides those in longer ones
             must(text.count(each) >= sum(other.count(each) for other in asked),
                  "a chat template that shows every text", f"without {each}")
@@ -251,6 +254,8 @@ class Chat:
 
 def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
     """Text -> the ids that the model would emit after a prompt ending in `tail`, and a stop id."""
+    thinks = re.search(r"<\w+>\s*$|$", tail)[0]  # a tag that the prompt has opened already
+    response = response.removeprefix(thinks).removeprefix(thinks.strip())
     response = response if response.startswith(chat.lead) else chat.lead + response
     for before in (tail or ":", ":", ""):  # the start of a text is marked by some tokenizers, and
         start, ids = chat.ids(before), chat.ids(before + response)  # this is none; but over the
@@ -287,7 +292,7 @@ def build_examples(rows: list, chat: Chat, args: Args, drops: dict) -> list[Exam
             turns, ids = conversations(row), row.get("ids") if isinstance(row, dict) else None
             full = [turn for turn in turns if turn[1] is None or turn[1].strip()]
             examples += [build_example(where, *turn, ids, chat, args) for turn in full]
-            drops["expected a response with text"] += [where] * (len(turns) - len(full))
+            drops["expected a response with text"] += [where] * (len(turns) - len(full) or not turns)
         except Refused as error:
             must(args.skip_bad_rows, f"{where}: {error}")
             drops[str(error).split(", found")[0]].append(where)
