@@ -100,11 +100,11 @@ def must(ok: object, expected: str, *found: object) -> None:  # `assert` is for 
         raise Refused(f"expected {expected}, found {found[0]!r:.200}" if found else expected)
 
 @contextlib.contextmanager
-def blame(what: str):  # for what a library makes of it, in whatever kind of exception
+def expect(what: str):  # of a library, or of what a user gave it: it raises what it likes
     try:
         yield
     except Exception as error:
-        must(False, f"{what}: {error}")
+        raise Refused(f"expected {what}, found {error}")
 
 def read_text(path: str | Path) -> str:  # what is not UTF-8 becomes surrogates: see Chat.refused
     return Path(path).read_bytes().decode("utf-8-sig", "surrogateescape").rstrip()
@@ -132,10 +132,9 @@ def read_rows(path: str) -> list[tuple[str, object]]:
     elif kind in (".jsonl", ".json"):
         rows = [(n, parse_json(line)) for n, line in rows]
     elif kind != ".txt":
-        must(not os.path.exists(path) and transformers.utils.is_datasets_available(), f"{path}: "
-             "expected a .jsonl, .json, .csv or .txt file, or a hub data set and `datasets`")
-        import datasets  # optional
-        rows = [*enumerate(datasets.load_dataset(path, split="train"), 1)]
+        with expect(f"{path} to be a .jsonl, .json, .csv or .txt file, or a hub data set"):
+            import datasets  # optional
+            rows = [*enumerate(datasets.load_dataset(path, split="train"), 1)]
     must(rows, f"{path}: expected rows, found none")
     return [(f"{path}:{n}", row) for n, row in rows]
 
@@ -196,7 +195,7 @@ class Chat:
 
     def __init__(self, args: Args):
         self.args, name, trust = args, args.model, {"trust_remote_code": args.trust_remote_code}
-        with blame(f"--model {name}"):
+        with expect(f"--model {name} to be a folder or hub name of a language model"):
             config = AutoConfig.from_pretrained(name, **trust)
             self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(name, **trust)
         self.generation = GenerationConfig.from_model_config(config)
@@ -241,12 +240,10 @@ class Chat:
             messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         today = datetime.datetime.fromisoformat(self.args.date)  # the same when the run goes on
         transformers.utils.chat_template_utils.datetime = Args(now=lambda: today)
-        try:
+        with expect("messages (and --template-kwargs) that the chat template takes"):
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generation,
                 **self.args.template_kwargs)
-        except Exception as error:  # a template raises what it likes, and the user gets to see it
-            must(False, "messages (and --template-kwargs) that the template takes", str(error))
         for each in asked:  # it has a place of its own, besides those in longer ones
             must(text.count(each) >= sum(other.count(each) for other in asked),
                  "a chat template that shows every text", f"without {each}")
@@ -413,7 +410,7 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
 # ----------------------------------------------------------------- 6. Model: one network, two parts
 def load_model(args: Args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
-    with blame(f"--model {args.model} --dtype {args.dtype} --device {args.device}"):
+    with expect(f"--model {args.model} to load on --device {args.device} as {args.dtype}"):
         base = AutoModelForCausalLM.from_pretrained(
             args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code).to(args.device)
     names = re.split(r"\s*,\s*", args.target_modules)
@@ -424,7 +421,7 @@ def load_model(args: Args) -> tuple:
     torch.manual_seed(args.seed)  # of the LoRA matrices
     config = peft.LoraConfig("CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
                              target_modules="all-linear" if names == ["all-linear"] else names)
-    with blame(f"--target-modules {args.target_modules}"):
+    with expect(f"--target-modules {args.target_modules} to be linear layers"):
         model = peft.get_peft_model(base, config).eval()
     for layer in model.modules() if args.gradient_checkpointing else ():
         if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
@@ -678,10 +675,8 @@ def claim(out: Path, args: Args) -> tuple:
     """Makes sure that OUT is this run's, and nobody else's now -> (lock, text for args.json)."""
     out.mkdir(parents=True, exist_ok=True)
     lock, file = open(out / ".lock", "w"), out / "args.json"
-    try:
+    with expect(f"--out {out} to be free: another run is at work there"):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        must(False, f"--out {out}: another run is at work there")
     must(file.exists() or {*os.listdir(out)} <= {".lock", "args.json.part"},
          f"--out {out} holds files of something else: expected a new folder, or an earlier run's")
     read = lambda name: Path(name).read_bytes() if os.path.isfile(name) else name.encode()

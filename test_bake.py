@@ -311,12 +311,12 @@ def test_files(tmp_path, monkeypatch):
     for name, text, reason in [  # quotes: one left open, and two stray ones that would merge rows
             ("d.csv", 'a,b\n"c,d\ne,f', "d.csv:3: expected CSV"), ("b.json", "[]", "b.json: expected rows"),
             ("e.csv", 'a,b\n"c,d\n"e,f', "e.csv:3: expected CSV"), ("b.jsonl", "\n", "l: expected rows"), (
-            "b.xml", "x", "expected a .jsonl")]:
+            "b.xml", "x", "b.xml to be a .jsonl")]:
         refused(reason, read, name, text)
     monkeypatch.setitem(sys.modules, "datasets", Args(load_dataset=lambda p, split: [{"prompt": p + split}]))
-    monkeypatch.setattr(transformers.utils, "is_datasets_available", [False, True].pop)  # yes, then no
     assert bake.read_rows("me/mine") == [("me/mine:1", {"prompt": "me/minetrain"})]
-    refused("me/mine: expected a .jsonl", bake.read_rows, "me/mine")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
+    refused("me/mine to be a .jsonl", bake.read_rows, "me/mine")
 
 @functools.cache
 def chat_for(folder, *flags):
@@ -529,7 +529,7 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
     plain = bake.make_head
     monkeypatch.setattr(bake, "make_head", lambda base: lambda hidden: plain(base)(hidden) * 1.1)
     refused("make_head", load, "all-linear")
-    refused(f"--model {tmp_path}: ", bake.Chat, parse(tmp_path))  # an empty folder
+    refused(f"--model {tmp_path} to be", bake.Chat, parse(tmp_path))  # an empty folder
     AutoModelForCausalLM.from_pretrained(folders()).save_pretrained(tmp_path)
     make_tokenizer(None).save_pretrained(tmp_path)
     refused("--chat-template", bake.Chat, parse(tmp_path))
