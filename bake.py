@@ -286,10 +286,10 @@ def build_examples(rows: list, chat: Chat, args: Args, drops: dict) -> list[Exam
     examples = []
     for where, row in rows:
         try:
-            turns, ids = conversations(row), row.get("ids") if isinstance(row, dict) else None
-            full = [turn for turn in turns if turn[1] is None or turn[1].strip()]
+            said, ids = conversations(row), row.get("ids") if isinstance(row, dict) else None
+            full = [turn for turn in said if turn[1] is None or turn[1].strip()]
             examples += [build_example(where, *turn, ids, chat, args) for turn in full]
-            drops["expected a response with text"] += [where] * (len(turns) - len(full) or not turns)
+            drops["expected a response with text"] += [where] * (len(said) - len(full) or not said)
         except Refused as error:
             must(args.skip_bad_rows, f"{where}: {error}")
             drops[str(error).split(", found")[0]].append(where)
