@@ -217,8 +217,7 @@ class Chat:
         self.refused = re.compile("|".join([*control, "[\ud800-\udfff]"]))  # in any text
         self.ids = lambda text: tokenizer(text, add_special_tokens=False).input_ids
         self.text = lambda ids: tokenizer.decode([i for i in ids if i not in self.stops])
-        self.stops, self.stop = set(eos), eos[0]  # all of them, and the one that ends a turn
-        self.lead = ""  # what the template puts before an answer, but for thoughts: it is emitted
+        self.stops, self.stop, self.lead = set(eos), eos[0], ""  # stop: the one that ends a turn
         probe = [{"role": r, "content": f"Some {r} text."} for r in ("system", "user", "assistant")]
         for self.folds, self.parts, i in ((0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1), (0, 0, 0)):
             with contextlib.suppress(Refused):
@@ -226,8 +225,8 @@ class Chat:
                 start, whole = self.render(probe[i:2]), self.render(probe[i:], generation=False)
                 before, _, ending = whole.rpartition("Some assistant text.")
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
-                self.lead = re.fullmatch(
-                    re.escape(start) + "((?!.*th(?:ink|ought)).*)|.*", before, re.S)[1] or ""
+                lead = before.partition(start)[2]  # what it puts before answers
+                self.lead = "" if re.search("think|thought", lead) else lead  # what is emitted
                 break
 
     def render(self, messages: list[dict], generation: bool = True) -> str:
