@@ -250,11 +250,10 @@ class Chat:
 def encode_response(chat: Chat, tail: str, response: str) -> list[int]:
     """Text -> the ids that the model would emit after a prompt ending in `tail`, and a stop id."""
     thinks = re.search(r"<\w+>\s*$|$", tail)[0]  # a tag that the prompt has opened already
-    response = response.removeprefix(thinks).removeprefix(thinks.strip())
-    response = response if response.startswith(chat.lead) else chat.lead + response
+    response = response.removeprefix(thinks).removeprefix(thinks.strip()).removeprefix(chat.lead)
     for before in (tail or ":", ":", ""):  # the start of a text is marked by some tokenizers, and
-        start, ids = chat.ids(before), chat.ids(before + response)  # this is none; but over the
-        if ids[:len(start)] == start:  # seam of tail and response nothing must merge
+        start, ids = chat.ids(before), chat.ids(before + chat.lead + response)  # here is none; but
+        if ids[:len(start)] == start:  # over the seam of tail and response nothing must merge
             return ids[len(start):] + [chat.stop]
 
 def build_example(where: str, messages: list, response, ids, chat: Chat, args: Args) -> Example:
