@@ -155,8 +155,7 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
     must("" not in row, "a header for every cell; cells that hold commas need quotes", row.get(""))
     replies = [REPLY[ask], *REPLY.values()] if ask in REPLY else ["response"]  # its own kind first
     reply = next((row[key] for key in replies if row.get(key) is not None), None)
-    extra = row.get("input") or row.get("context")  # Alpaca, Dolly
-    if ask == "instruction" and extra:
+    if ask == "instruction" and (extra := row.get("input") or row.get("context")):  # Alpaca, Dolly
         row = row | {ask: plain_text(row[ask], ask) + "\n\n" + plain_text(extra, "input")}
     messages, roles, given = [], "", reply is not None
     for role, turns in (("system", row.get("system") or row.get("system_prompt") or []),
