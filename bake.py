@@ -23,8 +23,7 @@ import hashlib, io, json, math, os, re, signal, sys, time  # noqa: E401
 from argparse import ArgumentDefaultsHelpFormatter as Defaults, ArgumentParser, Namespace as Args
 from pathlib import Path
 
-import numpy as np
-import peft, torch, transformers  # noqa: E401
+import numpy as np, peft, torch, transformers  # noqa: E401
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
