@@ -220,14 +220,14 @@ class Chat:
         for self.folds, self.parts, i in ((0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1), (0, 0, 0)):
             with contextlib.suppress(Refused):
                 self.render(probe[:2])
-                start, whole = self.render(probe[i:2]), self.render(probe[i:], generation=False)
+                start, whole = self.render(probe[i:2]), self.render(probe[i:], answer=False)
                 before, _, ending = whole.rpartition("Some assistant text.")
                 self.stop = next((i for i in self.ids(ending) if i in self.stops), self.stop)
                 lead = before.partition(start)[2]  # what it puts before answers
                 self.lead = "" if re.search("think|thought", lead) else lead  # what is emitted
                 break
 
-    def render(self, messages: list[dict], generation: bool = True) -> str:
+    def render(self, messages: list[dict], answer: bool = True) -> str:
         """-> the template's text. Refused if it does not take the messages or loses a text."""
         if self.folds and messages[0]["role"] == "system":  # it goes into the user's first turn
             text = "\n\n".join(m["content"] for m in messages[:2])
@@ -239,8 +239,7 @@ class Chat:
         transformers.utils.chat_template_utils.datetime = Args(now=lambda: today)
         with expect("messages (and --template-kwargs) that the chat template takes"):
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation,
-                **self.args.template_kwargs)
+                messages, tokenize=False, add_generation_prompt=answer, **self.args.template_kwargs)
         lost = [a for a in asked if text.count(a) < "\0".join(asked).count(a)]  # also inside others
         must(not lost, "a chat template that shows every text", f"without {lost}")
         return text
