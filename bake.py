@@ -201,12 +201,11 @@ class Chat:
             self.generation = GenerationConfig.from_pretrained(name)
         tokenizer.chat_template = args.chat_template or tokenizer.chat_template
         must(tokenizer.chat_template, f"{name} has no chat template: give --chat-template")
-        size = lambda key: getattr(config.get_text_config(), key, None) or sys.maxsize
+        size = lambda key, none=sys.maxsize: getattr(config.get_text_config(), key, None) or none
         self.limit, self.vocab = size("max_position_embeddings"), size("vocab_size")
         self.window = min(size("sliding_window"), size("window_size"))
-        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":  # past it a batch's longest row changes the others
-            self.limit = rope["original_max_position_embeddings"]
+        if "long_factor" in (rope := size("rope_parameters", {})):  # longrope: past its original
+            self.limit = rope["original_max_position_embeddings"]  # a long row changes the others
         eos = [tokenizer.eos_token_id, *np.ravel(self.generation.eos_token_id).tolist()]
         eos = [i for i in eos if i in range(self.vocab)]  # nor is it None
         must(eos, f"{name} names no stop token: expected an eos_token_id")
