@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np, peft, torch, transformers  # noqa: E401
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 NOISE = 1e-3  # nats per token: a prompt that moves the model by less does nothing to bake
 NO_PREFIX = 0, lambda B: {}  # no tokens are shared, and no argument hands over their KV cache
@@ -194,11 +193,11 @@ class Chat:
     def __init__(self, args: Args):
         self.args, name, trust = args, args.model, {"trust_remote_code": args.trust_remote_code}
         with expect(f"--model {name} to be a folder or hub name of a language model"):
-            config = AutoConfig.from_pretrained(name, **trust)
-            self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-        self.generation = GenerationConfig.from_model_config(config)
+            config = transformers.AutoConfig.from_pretrained(name, **trust)
+            self.tokenizer = tokenizer = transformers.AutoTokenizer.from_pretrained(name, **trust)
+        self.generation = transformers.GenerationConfig.from_model_config(config)
         with contextlib.suppress(OSError):  # the file is optional
-            self.generation = GenerationConfig.from_pretrained(name)
+            self.generation = transformers.GenerationConfig.from_pretrained(name)
         tokenizer.chat_template = args.chat_template or tokenizer.chat_template
         must(tokenizer.chat_template, f"{name} has no chat template: give --chat-template")
         size = lambda key, none=sys.maxsize: getattr(config.get_text_config(), key, None) or none
@@ -310,7 +309,7 @@ def generate(model, chat: Chat, prompts: list, prefix: tuple, most: int, tempera
     ids = torch.tensor([p[:n] + [chat.stop] * (width - len(p)) + p[n:] for p in prompts])  # (B, T)
     mask = torch.tensor([[1] * n + [0] * (width - len(p)) + [1] * (len(p) - n) for p in prompts])
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
-    model.generation_config = GenerationConfig(  # a checkpoint's own would fill in what is not set
+    model.generation_config = transformers.GenerationConfig(  # its own would fill in what is unset
         max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
         pad_token_id=chat.stop, eos_token_id=sorted(chat.stops), **sampling)
     out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
@@ -404,7 +403,7 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
 def load_model(args: Args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
     with expect(f"--model {args.model} to load on --device {args.device} as {args.dtype}"):
-        base = AutoModelForCausalLM.from_pretrained(
+        base = transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code).to(args.device)
     names = re.split(r"\s*,\s*", args.target_modules)
     ends = {base.get_input_embeddings(), base.get_output_embeddings()}
