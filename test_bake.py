@@ -1,6 +1,6 @@
 """Tests of bake.py, each named after a law it holds. `make test` runs them, on CUDA if there is one. Models
 are tiny, random and made here: no network. Hypothesis draws the structure, seeded generators the tensors."""
-import copy, fcntl, functools, io, json, math, re, resource, signal, subprocess, sys, time, timeit  # noqa
+import copy, fcntl, functools, hashlib, io, json, math, re, resource, runpy, signal, subprocess, sys, time, timeit  # noqa
 from collections import defaultdict
 from pathlib import Path
 
@@ -255,7 +255,7 @@ SHAPES = [([([USER], "Ho")], [  # what is read, and the rows that say it
     dialog(USER, REPLY), dialog(USER, response="Ho"), [USER, REPLY], dict(prompt="Hi", completion="Ho"),
     dict(prompt=[USER], completion=[REPLY]), dict(prompt="Hi", response="Ho", extra={"kept": "out"}),
     dict(prompt="Hi", answer="Ho"), dict(question="Hi", answer="Ho"), dict(user_message="Hi", response="Ho"),
-    dict(question="Hi", response="No", answer="Ho"), dict(instruction="Hi", input="", output="Ho"),
+    dict(question="Hi", response="No", answer="Ho"), dict(instruction="Hi", output="Ho", input="", answer="N"),
     dict(conversations=[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]),
     dialog(user([dict(type="text", text="H"), dict(type="text", text="i")]), REPLY)]),
     ([([USER], None)], ["Hi", dialog(USER), dict(messages="Hi"), dict(prompt="Hi"),
@@ -346,6 +346,7 @@ TEMPLATES = {  # name: the template, what the teacher reads, what the student re
     "a line": (each(TURN + "\n"), (ARR + HI).replace("d|>", "d|>\n"), HI.replace("d|>", "d|>\n")),
     "strict": (each("{% if loop.previtem and loop.previtem.role == m.role %}"
                     "{{ raise_exception('roles must alternate') }}{% endif %}" + TURN), ARR + HI, HI),
+    "strips": (each(TURN.replace(" | trim", ".split('</think>') | last")), ARR + HI, HI),
     "empties": (each(TURN.replace("}}|>", "}}|>{{ '<think></think>' if m.role == 'assistant' }}")), ARR + HI, HI),
     "leads": (each(TURN.replace("}}|>", "}}|>{{ ' ' if m.role == 'assistant' }}")), ARR + HI, HI),
     "channels": (each(TURN.replace("}}|>", "}}|>{{ '<|pad|>' if m.role == 'assistant' }}")), ARR + HI, HI)}
@@ -358,13 +359,14 @@ def test_laws_1_and_2_chat_templates(folders, tmp_path, name):
                  "--template-kwargs", '{"deep": true}' if "deep" in name else "{}")
     args.date = "2020-02-03"
     chat = bake.Chat(args)
-    (one, two, led, asked), _ = built(
-        [[USER, REPLY, USER, REPLY], dict(prompt="Hi", completion=" Ho"), "Hi"], chat, args)
+    (one, two, led, deep, asked), _ = built([[USER, REPLY, USER, REPLY], dict(prompt="Hi", completion=" Ho"),
+                                             dict(prompt="Hi", completion="<think>H</think>Ho"), "Hi"], chat, args)
     (own,), _ = built([one.messages], chat, parse("x", "--student-prompt", "Be."))  # its own system message
     text, lead = chat.tokenizer.decode, LEADS.get(name, "")
     said = lead + "Ho<|end|>"
     assert (text(one.teacher), text(one.student)) == (teacher, student)
     assert (text(one.response), text(two.response), text(led.response)) == (said, said, lead.strip() + " Ho<|end|>")
+    assert text(deep.response) == lead + "<think>"[7 * ("deep" in name):] + "H</think>Ho<|end|>"  # opened once
     assert asked.teacher == own.teacher == one.teacher and asked.response is None and own.response is None
     assert text(own.student) == teacher.replace("PIRATE", "Be.") and chat.folds == (teacher == FOLDED)
     assert one.messages == [SYSTEM | {"content": "PIRATE"}, USER]
@@ -533,6 +535,11 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
     AutoModelForCausalLM.from_pretrained(folders()).save_pretrained(tmp_path)
     make_tokenizer(None).save_pretrained(tmp_path)
     refused("--chat-template", bake.Chat, parse(tmp_path))
+    for file in tmp_path.glob("*config.json"):
+        write(file, re.sub(r'("eos_token\w*"): ("<.end.>"|256)', r"\1: null", file.read_text()))
+    refused("no stop token", bake.Chat, parse(tmp_path, "--chat-template", write(tmp_path / "t", PLAIN)))
+    write(tmp_path / "config.json", json.dumps(dict(model_type="own", auto_map={"AutoConfig": "own.Own"})))
+    refused("trust_remote_code", bake.Chat, parse(tmp_path))  # own.py is not even looked for
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_bases(folders, dtype, tmp_path):
@@ -552,7 +559,8 @@ def command(folders, tmp_path_factory):
     rows[0].append(REPLY | {"content": "# Arr\r\n</pre>"})
     data = write(tmp_path_factory.mktemp("data") / "rows.jsonl", "\n".join(map(json.dumps, rows)))
     fixed = "--dtype float32 --trajectories 2 --max-new-tokens 12 --epochs 4 --lr 1e-2 --eval-fraction .25"
-    return lambda out, more="": ["--model", folders(), "--data", data, "--merge",
+    given = write(Path(data).with_name("template"), PLAIN + "{# given #}")
+    return lambda out, more="": ["--model", folders(), "--data", data, "--merge", "--chat-template", given,
                                  *f"--out {out} {fixed} {more}".split()]
 
 @pytest.fixture(scope="session")
@@ -575,7 +583,8 @@ def test_a_run_bakes(run):
     assert [m["step"] for m in log] == list(range(13)) and log[-1]["eval_kl"] == report["kl_after"]
     assert {"kl", "lr", "grad_norm", "tokens_per_s", "epoch"} <= log[1].keys()
     assert len(list(open(out / "trajectories.jsonl"))) == 11 * 2
-    assert json.loads((out / "args.json").read_text())["versions"]["torch"] == torch.__version__
+    config = json.loads((out / "adapter_config.json").read_text())  # vLLM's default limit is a rank of 16
+    assert (config["r"], config["bias"], config["modules_to_save"]) == (16, "none", None)
     card = (out / "README.md").read_text()
     assert card.startswith("---\nbase_model: ") and f"{report['recovered']:.4f}" in card
     inside = [line for line in card.split("\n") if re.search("<b>|</pre>|```", line)]
@@ -599,7 +608,7 @@ def test_the_adapter_and_the_merged_model_are_what_was_trained(run, command, tmp
     with torch.no_grad():
         assert loop_kl(model, held).mean().item() == pytest.approx(report["kl_after"], abs=1e-5)
         assert (merged(input_ids=ids).logits - model(input_ids=ids).logits).abs().max() < 1e-4
-    assert AutoTokenizer.from_pretrained(out / "merged").chat_template == PLAIN
+    assert AutoTokenizer.from_pretrained(out / "merged").chat_template == PLAIN + "{# given #}"
     other = bake.main(command(tmp_path, "--micro-batch-size 3 --gradient-checkpointing"))
     assert other["kl_after"] == pytest.approx(report["kl_after"], abs=1e-3)
 
@@ -609,7 +618,10 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
     _, folder, _, data, *_ = command(out)
     files = lambda: {p: p.read_bytes() for p in out.iterdir() if p.is_file()}
     before, rows = files(), Path(data).read_bytes()
-    refused("nope", bake.main, command(tmp_path / "a", "--target-modules nope"))  # and leaves OUT free
+    folds = write(tmp_path / "folds", TEMPLATES["refuses"][0])
+    refused("nope", bake.main, command(tmp_path / "a", f"--target-modules nope --chat-template {folds}"))
+    shown, first = capsys.readouterr().out, json.loads(rows.split(b"\n")[0])[0]["content"]
+    assert f"--- the teacher reads, in {data}:1:\n<|user|>{first}\n\nQ" in shown and "no system message:" in shown
     monkeypatch.setattr(bake, "load_model", None)
     assert bake.main(command(out)) == report and "is done" in capsys.readouterr().out
     bad = write(tmp_path / "bad.jsonl", '{"prompt": "a", "completion": ""}\n{"prompt": 3}\n')
@@ -618,11 +630,18 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
             (out, "--prompt x", "prompt"), (folder, "", "files of something else"),
             (tmp_path / "a", f"--prompt P --data {bad}", "l:2: expected text as the user message, found 3"),
             (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "l:2: of all rows none is left"),
-            (tmp_path / "b", f"--skip-bad-rows --eval-data {bad}", "l:2: of all .*a response with text")]:
-        refused(reason, bake.main, command(where, more))
+            (tmp_path / "b", f"--skip-bad-rows --eval-data {bad}", "l:2: of all .*a response with text"), (
+            data, "", "exists"), (f"{data}/in/a/file", "", "Not a directory")]:
+        refused(reason, bake.main, command(where, more), error=(SystemExit, OSError))
     write(Path(data), rows + b"\n")
     refused("sha256 of data", bake.main, command(out))
     write(Path(data), rows)
+    said, args = json.loads(before[out / "args.json"]), bake.parse_args(command(out))
+    assert said["versions"]["bake.py"] == hashlib.sha256(Path(bake.__file__).read_bytes()).hexdigest()
+    write(out / "args.json", json.dumps(said | {"date": "2020-02-03", "versions": {"torch": "1.0"}}))
+    bake.claim(out, args)  # the day it began holds; other versions are mentioned
+    assert args.date == "2020-02-03" and "began with other versions: {'torch'" in capsys.readouterr().out
+    write(out / "args.json", before[out / "args.json"])
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused("another run is at work", bake.main, command(out))
@@ -652,7 +671,10 @@ def test_law_9_training_goes_on_where_it_was(command, run, tmp_path, monkeypatch
     weights, _, log = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert [m["step"] for m in log] == [0, 1, 2, 3, 4]
     assert all(torch.equal(weights[n].to(DEVICE), w) and w.isfinite().all() for n, w in seen[4].items())
+    rates, plain = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or plain(self))
     assert bake.main(again) == run[1]
+    assert rates == [json.loads(line).get("lr") for line in open(tmp_path / "metrics.jsonl")][5:]  # as logged
     timeless = lambda path: re.sub(rb'"tokens_per_s": \d+', b"", path.read_bytes())
     for name in ("adapter_model.safetensors", "metrics.jsonl"):
         assert timeless(tmp_path / name) == timeless(run[0] / name)
@@ -667,6 +689,14 @@ def test_a_signal_ends_in_one_line(command, tmp_path, name):
     said = process.communicate()[1]
     assert process.returncode == 1 and "Traceback" not in said
     assert said.endswith("\nstopped; what is done is kept in --out: the same command goes on from there\n")
+
+def test_out_of_memory_says_what_takes_less(command, tmp_path, monkeypatch):
+    def full(*_, **kw):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    monkeypatch.setattr(torch, "from_file", full)
+    monkeypatch.setattr(signal, "signal", print)
+    monkeypatch.setattr(sys, "argv", ["bake.py", *command(tmp_path)])
+    refused("CUDA out .*--micro-batch-size 1.* goes on", runpy.run_path, bake.__file__, None, "__main__")
 
 @pytest.mark.parametrize("kls, training, held_out, note", [
     ([.5, .6], .5, 9, "the bake failed"), ([.5, .45], .45, 9, "less than a fifth"), ([.5, .05], .05, 9, None),
