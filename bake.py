@@ -639,22 +639,19 @@ def curve(log: list[dict]) -> str:
             f'"#36c"/><polyline points="{lines[1]}" stroke="#c33" stroke-width="3"/></svg>')
 
 def model_card(report: dict, args: Args) -> str:
-    quote = lambda text: "\n".join("    " + line for line in text.splitlines())  # as code, so inert
+    text = "\n    ".join(f"{report['prompt']}\n\n{report_text(report)}".splitlines())  # inert
     return f"""---
 base_model: {json.dumps(args.model)}
 library_name: peft
 tags: [lora, prompt-baking]
 ---
-With this LoRA adapter the model answers without a system prompt as it would with this one:
-
-{quote(report["prompt"])}
-
+With this LoRA adapter the model answers without a system prompt as it would with the one below.
 Made by bake.py (arXiv:2409.13697) with the settings in args.json. Load it with
 `peft.AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")`. KL is in nats per token.
 
-{quote(report_text(report))}
-
 ![KL by step, down to 0: training in blue, held-out questions in red](kl.svg)
+
+    {text}
 """
 
 # ---------------------------------------------------------------------- 10. Files: whole, or absent
