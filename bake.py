@@ -599,27 +599,25 @@ def make_report(examples: list, read: int, drops: dict, log: list, args: Args) -
         part = [e for e in examples if e.held_out == held]
         counts = len({e.question for e in part}), len(part), sum(len(e.response) for e in part)
         report |= zip((f"{side}_questions", f"{side}_responses", f"{side}_tokens"), counts)
+    report |= {"kl_before": log[0].get("eval_kl"), "kl_after": log[-1].get("eval_kl"),
+               "top1_before": log[0].get("eval_top1"), "top1_after": log[-1].get("eval_top1")}
+    before, after = (log[i].get("eval_kl", math.nan) for i in (0, -1))  # NaN: no such note
+    report["recovered"] = 1 - after / before if before >= NOISE else None
+    best = min(m.get("eval_kl", math.inf) for m in log[1:])
+    trained = np.mean([m["kl"] for m in log[-len(log) // 10:]])  # over the last tenth of the steps
     prompts = list(dict.fromkeys(e.messages[0]["content"] for e in examples))
-    evals = [m for m in log if "eval_kl" in m]
-    before, *_, after = kls = [m["eval_kl"] for m in evals] or [math.nan] * 2  # NaN: no such note
-    trained = np.mean([m.get("kl", math.nan) for m in log[-max(len(log) // 10, 1):]])
-    if evals:
-        report |= {"kl_before": before, "kl_after": after, "top1_before": evals[0]["eval_top1"],
-                   "top1_after": evals[-1]["eval_top1"],
-                   "recovered": 1 - after / before if before >= NOISE else None}
-    notes = {f"dropped {len(at)}: {why} (first: {at[0]})": True for why, at in drops.items() if at}
+    notes = {f"dropped {len(at)}: {why} (first: {at[0]})": at for why, at in drops.items() if at}
     notes |= {  # what to say: whether it holds
         f"KL before is under {NOISE}: the prompt does nothing here to bake": before < NOISE,
         "held-out KL rose, the bake failed: try a lower --lr": after > before,
         "less than a fifth was recovered: try more rows or --epochs, or a higher --lr or --rank":
             max(0.8 * before, NOISE) < after <= before,
-        f"an epoch had KL {min(kls[1:]):.4f}: try fewer --epochs": min(kls[1:]) < 0.9 * after,
+        f"an epoch had KL {best:.4f}: try fewer --epochs": best < 0.9 * after,
         f"training KL is {trained:.4f}, far below held-out KL: try more rows or fewer --epochs":
             trained < 0.5 * after and args.kl_temperature == 1,
         "fewer than 5 questions held out: rough numbers": report["held_out_questions"] < 5,
         f"{len(prompts)} different prompts were baked; the first of them is shown": prompts[1:]}
-    notes = [note for note, holds in notes.items() if holds]
-    return report | {"notes": notes, "prompt": prompts[0]}
+    return report | {"prompt": prompts[0], "notes": [n for n, holds in notes.items() if holds]}
 
 def report_text(report: dict) -> str:
     lines = [f"{name.replace('_', ' '):20}{value:{'10.4f' if isinstance(value, float) else '10'}}"
