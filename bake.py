@@ -636,13 +636,9 @@ def curve(log: list[dict]) -> str:
             f'<rect width="600" height="200" fill="#fff"/><polyline points="{lines[0]}" stroke='
             f'"#36c"/><polyline points="{lines[1]}" stroke="#c33" stroke-width="3"/></svg>')
 
-def model_card(report: dict, args: Args) -> str:
+def model_card(report: dict) -> str:  # peft adds the rest of the metadata when it saves
     text = "\n    ".join(f"{report['prompt']}\n\n{report_text(report)}".splitlines())  # inert
-    return f"""---
-base_model: {json.dumps(args.model)}
-library_name: peft
-tags: [lora, prompt-baking]
----
+    return f"""---\nbase_model: null\n---
 With this LoRA adapter the model answers without a system prompt as it would with the one below.
 Made by bake.py (arXiv:2409.13697) with the settings in args.json. Load it with
 `peft.AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")`. KL is in nats per token.
@@ -708,9 +704,9 @@ def main(argv: list[str] | None = None) -> dict:
         report = make_report(examples, len(rows) + len(apart), drops, log, args)
         report["samples"] = samples(model, chat, examples, args)
         write_whole(out / "kl.svg", curve(log))
+        write_whole(out / "README.md", model_card(report))
         model.save_pretrained(out)
         chat.tokenizer.save_pretrained(out)
-        write_whole(out / "README.md", model_card(report, args))  # instead of peft's
         if args.merge:
             model = model.merge_and_unload()
             model.generation_config = chat.generation  # generate() had one of its own
