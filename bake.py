@@ -667,14 +667,13 @@ def claim(out: Path, args: Args) -> tuple:
             "eval_data": read(args.eval_data or ""), "bake.py": read(__file__)}
     new = vars(args) | {f"sha256 of {n}": hashlib.sha256(x).hexdigest() for n, x in said.items()}
     new["versions"] = {m.__name__: m.__version__ for m in (torch, transformers, peft, np)}
-    new["versions"]["bake.py"] = new.pop("sha256 of bake.py")  # a change of it is not refused
     old = json.loads(file.read_text()) if file.exists() else new
     args.date = new["date"] = old["date"]
-    other = {name: f"{old.get(name)!r:.200} there, {value!r:.200} here" for name, value in
-             new.items() if name != "out" and old.get(name) != value}
-    if "versions" in other:
-        print(f"--out {out} began with other versions: {other.pop('versions')}")
-    must(not other, f"--out {out} is another run's: {'; '.join(map(': '.join, other.items()))}")
+    other = {name: f"{name}: {old.get(name)!r:.200} there, {new[name]!r:.200} here"
+             for name in new if old.get(name) != new[name]}
+    for name in other.keys() & {"out", "versions", "sha256 of bake.py"}:  # may change
+        print(f"--out {out} goes on, with another {other.pop(name)}")
+    must(not other, f"--out {out} is another run's: {'; '.join(other.values())}")
     return lock, json.dumps(new, indent=2)
 
 # ---------------------------------------------------------------------------------------- 11. main
