@@ -683,10 +683,9 @@ def main(argv: list[str] | None = None) -> dict:
     out = Path(args.out)
     lock, identity = claim(out, args)  # held until the end
     if not (out / "report.json").exists():
-        chat, rows = Chat(args), read_rows(args.data)
-        apart = read_rows(args.eval_data) if args.eval_data else []
-        examples = build_examples(rows, chat, args, drops)
-        examples = split(examples, apart and build_examples(apart, chat, args, drops), args, drops)
+        chat, raw = Chat(args), [read_rows(f) for f in (args.data, args.eval_data) if f is not None]
+        examples, *apart = [build_examples(rows, chat, args, drops) for rows in raw]
+        examples = split(examples, sum(apart, []), args, drops)
         for side in ("teacher", "student"):
             text = chat.tokenizer.decode(getattr(examples[0], side))
             print(f"--- the {side} reads, in {examples[0].where}:\n{text}")
@@ -700,7 +699,7 @@ def main(argv: list[str] | None = None) -> dict:
              "no response is left to train on, or of --eval-data")
         targets = teacher_targets(model, examples, prefix, out / "targets", args)
         log = train(model, head, examples, targets, args, out)
-        report = make_report(examples, len(rows) + len(apart), drops, log, args)
+        report = make_report(examples, sum(map(len, raw)), drops, log, args)
         report["samples"] = samples(model, chat, examples, args)
         write_whole(out / "kl.svg", curve(log))
         write_whole(out / "README.md", model_card(report))
