@@ -630,11 +630,10 @@ def report_text(report: dict) -> str:
 def curve(log: list[dict]) -> str:
     """KL by step as an SVG image: training in blue, held-out questions in red."""
     steps, top = log[-1]["step"], max(m.get(k, 0) for m in log for k in ("kl", "eval_kl")) or 1
-    lines = [" ".join(f"{600 * m['step'] / steps:.0f},{200 - 195 * m[key] / top:.0f}"
-                      for m in log if key in m) for key in ("kl", "eval_kl")]
-    return ('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 200" fill="none">'
-            f'<rect width="600" height="200" fill="#fff"/><polyline points="{lines[0]}" stroke='
-            f'"#36c"/><polyline points="{lines[1]}" stroke="#c33" stroke-width="3"/></svg>')
+    blue, red = (" ".join(f"{600 * m['step'] / steps:.0f},{200 - 195 * m[key] / top:.0f}"
+                          for m in log if key in m) for key in ("kl", "eval_kl"))
+    return ('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 200" fill="none"><polyline'
+            f' points="{blue}" stroke="#36c"/><polyline points="{red}" stroke="#c33"/></svg>')
 
 def model_card(report: dict) -> str:  # peft adds the rest of the metadata when it saves
     text = "\n    ".join(f"{report['prompt']}\n\n{report_text(report)}".splitlines())  # inert
