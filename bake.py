@@ -705,10 +705,8 @@ def main(argv: list[str] | None = None) -> dict:
         model.save_pretrained(out)
         chat.tokenizer.save_pretrained(out)
         if args.merge:
-            model = model.merge_and_unload()
-            model.generation_config = chat.generation  # generate() had one of its own
-            model.save_pretrained(out / "merged")
-            chat.tokenizer.save_pretrained(out / "merged")
+            for part in (model.merge_and_unload(), chat.generation, chat.tokenizer):
+                part.save_pretrained(out / "merged")  # the model's own config is of generate()
         write_whole(out / "report.json", json.dumps(report, indent=2))  # from here on it is done
     for name in ("targets", "checkpoint.pt"):  # work in progress, and large
         (out / name).unlink(missing_ok=True)
