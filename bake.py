@@ -671,7 +671,7 @@ def claim(out: Path, args: Args) -> tuple:
     other = {name: f"{name}: {old.get(name)!r:.200} there, {new[name]!r:.200} here"
              for name in new if old.get(name) != new[name]}
     for name in other.keys() & {"out", "versions", "sha256 of bake.py"}:  # may change
-        print(f"--out {out} goes on, with another {other.pop(name)}")
+        print(f"changed since {out} began: {other.pop(name)}")
     must(not other, f"--out {out} is another run's: {'; '.join(other.values())}")
     return lock, json.dumps(new, indent=2)
 
@@ -706,7 +706,7 @@ def main(argv: list[str] | None = None) -> dict:
         chat.tokenizer.save_pretrained(out)
         if args.merge:
             for part in (model.merge_and_unload(), chat.generation, chat.tokenizer):
-                part.save_pretrained(out / "merged")  # the model's own config is of generate()
+                part.save_pretrained(out / "merged")  # generate() had given the model another
         write_whole(out / "report.json", json.dumps(report, indent=2))  # from here on it is done
     for name in ("targets", "checkpoint.pt"):  # work in progress, and large
         (out / name).unlink(missing_ok=True)

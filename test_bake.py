@@ -637,10 +637,10 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
     refused("sha256 of data", bake.main, command(out))
     write(Path(data), rows)
     said, args = json.loads(before[out / "args.json"]), bake.parse_args(command(out))
-    assert said["versions"]["bake.py"] == hashlib.sha256(Path(bake.__file__).read_bytes()).hexdigest()
+    assert said["sha256 of bake.py"] == hashlib.sha256(Path(bake.__file__).read_bytes()).hexdigest()
     write(out / "args.json", json.dumps(said | {"date": "2020-02-03", "versions": {"torch": "1.0"}}))
     bake.claim(out, args)  # the day it began holds; other versions are mentioned
-    assert args.date == "2020-02-03" and "began with other versions: {'torch'" in capsys.readouterr().out
+    assert args.date == "2020-02-03" and "began: versions: {'torch'" in capsys.readouterr().out
     write(out / "args.json", before[out / "args.json"])
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
