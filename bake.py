@@ -357,7 +357,7 @@ def token_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor,
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 class ChunkedKL(torch.autograd.Function):
-    """token_kl of head(student) and head(teacher), (M, D) each, at the (N,) indices `rows` -> (N,).
+    """token_kl of head(student) and head(teacher), (M, D) each -> (M,), 0 but at the (N,) `rows`.
 
     KL_i depends on row i alone, so its gradient is formed in the forward pass, while the chunk's
     logits are there: ∂KL_i / ∂logits_i = (q_i − p_i) / temperature, and through the head to the
@@ -365,8 +365,8 @@ class ChunkedKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, student, teacher, rows, head, temperature, chunk):
-        learn, kl = ctx.needs_input_grad[0], []
-        ctx.grad, ctx.rows = torch.zeros_like(student) if learn else None, rows
+        learn, wide = ctx.needs_input_grad[0], torch.promote_types(student.dtype, torch.float32)
+        kl, ctx.grad = student.new_zeros(len(student), dtype=wide), torch.zeros_like(student)
         for part in rows.split(chunk):
             hidden = student[part].requires_grad_(learn)
             with torch.set_grad_enabled(learn):
@@ -374,17 +374,16 @@ class ChunkedKL(torch.autograd.Function):
             log_q = log_probs(logits.detach(), temperature)
             log_p = log_probs(head(teacher[part]), temperature)
             p = log_p.exp()
-            kl.append(torch.linalg.vecdot(p, log_p.sub_(log_q)))
+            kl[part] = torch.linalg.vecdot(p, log_p.sub_(log_q))
             if learn:
                 slope = log_q.exp_().sub_(p).to(logits.dtype)  # (chunk, V): q - p
                 ctx.grad[part] = torch.autograd.grad(logits, hidden, slope)[0] / temperature
-        return torch.cat(kl)
+        return kl
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, slope):
         grad, ctx.grad = ctx.grad, None  # scaled in place, so it serves once
-        slope = slope.new_zeros(len(grad)).index_copy(0, ctx.rows, slope)
         return grad.mul_(slope[:, None]), None, None, None, None, None
 
 def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, head,
@@ -393,11 +392,10 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
     mean over a sample's tokens of KL(teacher ‖ student), in nats; 0 for a sample without tokens.
     head: (n, D) -> (n, V) logits, frozen; padded rows never reach it. chunk: rows at a time."""
     rows = mask.flatten().nonzero().squeeze(1)  # (N,); a mask on the CPU spares a wait for the GPU
-    rows = rows.to(student.device, non_blocking=True)
+    rows, counts = (x.to(student.device, non_blocking=True) for x in (rows, mask.sum(1)))
     kl = ChunkedKL.apply(student.flatten(0, 1), teacher.flatten(0, 1), rows, head, temperature,
-                         chunk or (512 if student.is_cuda else 128))  # (N,)
-    sums = kl.new_zeros(mask.numel()).index_copy(0, rows, kl).view(mask.shape).sum(1)
-    return sums / mask.sum(1).clamp(min=1).to(student.device, non_blocking=True)
+                         chunk or (512 if student.is_cuda else 128))  # (B * R,)
+    return kl.view(mask.shape).sum(1) / counts.clamp(min=1)
 
 # ----------------------------------------------------------------- 6. Model: one network, two parts
 def load_model(args: Args) -> tuple:
