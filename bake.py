@@ -340,8 +340,7 @@ def sample_responses(model, chat: Chat, examples: list, prefix, path, args: Args
     for e, line in zip(asked, lines):
         e.response = json.loads(line)["ids"]
         e.cut = len(e.response) < args.max_new_tokens and e.response[-1] not in chat.stops
-    drops["expected a sampled response with text"] += [  # not a stop and nothing else
-        e.where for e in asked if chat.stops >= {*e.response}]
+        drops["expected a sampled response with text"] += [e.where] * (chat.stops >= {*e.response})
     return [e for e in examples + asked if {*(e.response or ())} - chat.stops]
 
 # ---------------------------------------------------------------------------------------- 5. Loss
