@@ -524,11 +524,10 @@ def evaluate(model, head, examples: list, targets: torch.Tensor, args: Args) -> 
 def train_step(model, head, batch: list, targets, params: list, args: Args) -> torch.Tensor:
     """Leaves the clipped gradient of the mean KL in `params` -> [KL, its norm before clipping]."""
     total = 0.0  # then a tensor on the device: nothing in here waits for it
-    for i in range(0, len(batch), args.micro_batch_size):
-        states = both_states(model, batch[i:i + args.micro_batch_size], targets)
-        loss = batched_kl(*states, head, args.kl_temperature).sum() / len(batch)
-        loss.backward()
-        total += loss.detach()
+    for part in by_length(batch, args.micro_batch_size):
+        kl = batched_kl(*both_states(model, part, targets), head, args.kl_temperature).sum()
+        (kl / len(batch)).backward()
+        total += kl.detach() / len(batch)
     return torch.stack([total, torch.nn.utils.clip_grad_norm_(params, 1.0)])
 
 def learning_rate(step: int, steps: int, args: Args) -> float:
