@@ -549,7 +549,7 @@ def train(model, head, examples: list, targets, args: Args, out: Path) -> list[d
     per_epoch, saved = len(plan) // args.epochs, len(log) - 1
     bar = tqdm(range(len(log), len(plan) + 1), "training", unit="step")
     for step in bar:  # step 0 only evaluates
-        entry, start = {"step": step}, time.perf_counter()
+        entry, start = {"step": step, "epoch": math.ceil(step / per_epoch)}, time.perf_counter()
         log.append(entry)
         if step:
             batch, lr = plan[step - 1], learning_rate(step, len(plan), args)
@@ -560,8 +560,7 @@ def train(model, head, examples: list, targets, args: Args, out: Path) -> list[d
             optimizer.step()
             optimizer.zero_grad()
             speed = round(sum(len(e.response) for e in batch) / (time.perf_counter() - start))
-            entry |= dict(epoch=math.ceil(step / per_epoch), kl=kl, lr=lr, grad_norm=norm,
-                          tokens_per_s=speed)
+            entry |= {"kl": kl, "lr": lr, "grad_norm": norm, "tokens_per_s": speed}
             bar.set_postfix(entry)
         if measured := held_out and step % per_epoch == 0:
             entry |= evaluate(model, head, held_out, targets, args)
