@@ -562,10 +562,10 @@ def train(model, head, examples: list, targets, args: Args, out: Path) -> list[d
             speed = round(sum(len(e.response) for e in batch) / (time.perf_counter() - start))
             entry |= {"kl": kl, "lr": lr, "grad_norm": norm, "tokens_per_s": speed}
             bar.set_postfix(entry)
-        if measured := held_out and step % per_epoch == 0:
+        if held_out and step % per_epoch == 0:
             entry |= evaluate(model, head, held_out, targets, args)
             bar.write(f"step {step}: held-out KL {entry['eval_kl']:.4f}")
-        if measured or step % args.save_every == 0 or step == len(plan):
+        if step % args.save_every == 0 or step % per_epoch == 0:
             file, saved = io.BytesIO(), step
             torch.save(({n: p.data for n, p in params.items()}, optimizer.state_dict(), log), file)
             write_whole(out / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in log))
