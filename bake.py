@@ -456,14 +456,13 @@ def shared_prefix(model, examples: list) -> tuple:
     trunk, ids = model.get_base_model().base_model, torch.tensor([common], device=model.device)
 
     def copies(B: int) -> dict:  # a call changes the cache that it gets
-        cache = copy.deepcopy(out[name])
-        cache.batch_repeat_interleave(B)
-        return {name: cache}
+        own = copy.deepcopy(cache)
+        own.batch_repeat_interleave(B)
+        return {name: own}
     try:
         must(common, "prompts that start alike", "none")
         with teacher_mode(model):
-            out = trunk(input_ids=ids, use_cache=True)
-        name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.2x
+            _, (name, cache), *_ = trunk(input_ids=ids, use_cache=True).items()  # whatever its name
         must(copies(2)[name].get_seq_length() == len(common), "a KV cache", "none")
         return len(common), copies
     except (Refused, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
