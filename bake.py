@@ -402,14 +402,14 @@ def load_model(args: Args) -> tuple:
     with expect(f"--model {args.model} to load on --device {args.device} as {args.dtype}"):
         base = transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code).to(args.device)
-    names = re.split(r"\s*,\s*", args.target_modules)
+    names = [] if args.target_modules == "all-linear" else re.split(r"\s*,\s*", args.target_modules)
     ends = {base.get_input_embeddings(), base.get_output_embeddings()}
-    for name in names if names != ["all-linear"] else ():
+    for name in names:
         found = {module for path, module in base.named_modules() if f".{path}".endswith(f".{name}")}
         must(found and not found & ends, f"--target-modules {name}: expected a layer's own modules")
     torch.manual_seed(args.seed)  # of the LoRA matrices
     config = peft.LoraConfig("CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
-                             target_modules="all-linear" if names == ["all-linear"] else names)
+                             target_modules=names or "all-linear")
     with expect(f"--target-modules {args.target_modules} to be linear layers"):
         model = peft.get_peft_model(base, config).eval()
     for layer in model.modules() if args.gradient_checkpointing else ():
