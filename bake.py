@@ -412,6 +412,7 @@ def load_model(args: Args) -> tuple:
                              target_modules=names or "all-linear")
     with expect(f"--target-modules {args.target_modules} to be linear layers"):
         model = peft.get_peft_model(base, config).eval()
+    config.target_modules = sorted(config.target_modules)  # of a set, in another order in each run
     for layer in model.modules() if args.gradient_checkpointing else ():
         if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
             layer.forward = functools.partial(  # in eval mode too, where dropout is off

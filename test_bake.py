@@ -585,6 +585,7 @@ def test_a_run_bakes(run):
     assert len(list(open(out / "trajectories.jsonl"))) == 11 * 2
     config = json.loads((out / "adapter_config.json").read_text())  # vLLM's default limit is a rank of 16
     assert (config["r"], config["bias"], config["modules_to_save"]) == (16, "none", None)
+    assert config["target_modules"] == sorted(config["target_modules"])  # the same in every run
     card = (out / "README.md").read_text()
     assert card.startswith("---\nbase_model: ") and f"{report['recovered']:.4f}" in card
     inside = [line for line in card.split("\n") if re.search("<b>|</pre>|```", line)]
