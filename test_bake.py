@@ -59,13 +59,13 @@ def make_model(folder, family="Llama"):
 def folders(tmp_path_factory):
     return functools.cache(lambda family="Llama": make_model(tmp_path_factory.mktemp(family), family))
 
-def parse(model, *flags):
-    return bake.parse_args([*f"--model {model} --data no --dtype float32 --rank 4".split(), *map(str, flags)])
+def parse(model, *flags, **more):
+    args = bake.parse_args([*f"--model {model} --data no --dtype float32 --rank 4".split(), *map(str, flags)])
+    return Args(**vars(args) | more)
 
-def loaded(folder, *flags, dtype="float32"):
+def loaded(folder, *flags, **more):
     """-> model, head, arguments. The adapters do something: B is not zero."""
-    args = parse(folder, *flags)
-    args.dtype = dtype
+    args = parse(folder, *flags, **more)
     model, head = bake.load_model(args)
     torch.manual_seed(0)
     for p in [p for name, p in model.named_parameters() if "lora_B" in name]:
@@ -318,14 +318,11 @@ def test_files(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
     refused("me/mine to be a .jsonl", bake.read_rows, "me/mine")
 
-@functools.cache
-def chat_for(folder, *flags):
-    args = parse(folder, *flags)
-    return bake.Chat(args), args
+chat_for = functools.cache(lambda *flags, **more: bake.Chat(parse(*flags, **more)))
 
-def built(rows, chat, args):
-    drops = defaultdict(list)
-    return bake.build_examples([(f"f:{i}", row) for i, row in enumerate(rows, 1)], chat, args, drops), drops
+def built(rows, chat, args=None):
+    rows, drops = [(f"f:{i}", row) for i, row in enumerate(rows, 1)], defaultdict(list)
+    return bake.build_examples(rows, chat, args or chat.args, drops), drops
 
 HI, FOLDED = "<|user|>Hi<|end|><|assistant|>", "<|user|>PIRATE\n\nHi<|end|><|assistant|>"
 ARR, TINY, DAY = (f"<|system|>{text}<|end|>" for text in ("PIRATE", "I am Tiny.", "Today is 2020-02-03."))
@@ -352,15 +349,13 @@ TEMPLATES = {  # name: the template, what the teacher reads, what the student re
     "channels": (each(TURN.replace("}}|>", "}}|>{{ '<|pad|>' if m.role == 'assistant' }}")), ARR + HI, HI)}
 LEADS = {"leads": " ", "channels": "<|pad|>"}  # not the empty thoughts: the model would not emit those
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_laws_1_and_2_chat_templates(folders, tmp_path, name):
+def test_laws_1_and_2_chat_templates(folders, name):
     """The sides differ in the prompt alone; what leads into answers is in the response, once."""
     template, teacher, student = TEMPLATES[name]
-    args = parse(folders(), "--chat-template", write(tmp_path / "t", template), "--prompt", "PIRATE",
-                 "--template-kwargs", '{"deep": true}' if "deep" in name else "{}")
-    args.date = "2020-02-03"
-    chat = bake.Chat(args)
+    kwargs = "--template-kwargs", '{"deep": true}' if "deep" in name else "{}"
+    chat = chat_for(folders(), *kwargs, chat_template=template, prompt="PIRATE", date="2020-02-03")
     (one, two, led, deep, asked), _ = built([[USER, REPLY, USER, REPLY], dict(prompt="Hi", completion=" Ho"),
-                                             dict(prompt="Hi", completion="<think>H</think>Ho"), "Hi"], chat, args)
+                                             dict(prompt="Hi", completion="<think>H</think>Ho"), "Hi"], chat)
     (own,), _ = built([one.messages], chat, parse("x", "--student-prompt", "Be."))  # its own system message
     text, lead = chat.tokenizer.decode, LEADS.get(name, "")
     said = lead + "Ho<|end|>"
@@ -372,29 +367,28 @@ def test_laws_1_and_2_chat_templates(folders, tmp_path, name):
     assert one.messages == [SYSTEM | {"content": "PIRATE"}, USER]
     if name == "leads":  # which is seen also where a template insists on a system message
         insists = "{% if messages[0].role != 'system' %}{{ raise_exception('') }}{% endif %}" + template
-        chat, _ = chat_for(folders(), "--chat-template", write(tmp_path / "t", insists))
+        chat = chat_for(folders(), chat_template=insists)
         assert text(bake.encode_response(chat, HI, "\nHo")) == " \nHo<|end|>"
     if name == "plain":
         assert (text(two.teacher), text(two.student)) == (teacher + said + HI, student + said + HI)
 
-def test_prompts_that_do_not_fit_together(folders, tmp_path):
+def test_prompts_that_do_not_fit_together(folders):
     """A row that no honest pair of sides can be made of is refused with its place; so are bad arguments."""
-    for prompt, template, row, reason in [
-            (None, PLAIN, "Hi", "prompt .*found 0"), (" ", PLAIN, "Hi", "one prompt .*found 0"), (
-            "P", PLAIN, dialog(SYSTEM, USER), "one prompt .*found 2"), (
-            "Hi", each("{{ m.role }}"), "Hi", "every text"), ("P", PLAIN, dict(prompt="\ud800"), "UTF-8"),
-            ("P", PLAIN, dict(prompt="a", completion="<|user|>"), "without control tokens"),
-            ("P", PLAIN, "\udcff", "UTF-8"), ("\udcff", PLAIN, "Hi", "UTF-8"), (
-            "P", PLAIN, dict(prompt="Hi", completion="\udcff"), "UTF-8"),
-            (None, PLAIN, dialog(SYSTEM, user("a<|end|>")), "without control tokens"),
-            ("P", "{{ messages[0].content + messages[-1].content }}", dialog(  # one of 3 "no" is lost
-                user("no"), REPLY, user("no no")), "every text"),
-            ("P" * 600, PLAIN, "Hi", "less than 512 tokens.* found 6"),
-            ("P", TEMPLATES["strict"][0], dialog(USER, USER), "must alternate"), ("P", PLAIN + (
-            "{% if messages[0].role == 'system' %}!{% endif %}"), "Hi", "end both prompts alike")]:
-        args = parse(folders(), "--chat-template", write(tmp_path / "t", template))
-        args.prompt = prompt
-        refused(f"f:1: .*{reason}", built, [row], bake.Chat(args), args)
+    for prompt, row, reason, template in [
+            (None, "Hi", "prompt .*found 0", PLAIN), (" ", "Hi", "one prompt .*found 0", PLAIN),
+            ("P", dialog(SYSTEM, USER), "one prompt .*found 2", PLAIN), ("P", "\udcff", "UTF-8", PLAIN),
+            ("\udcff", "Hi", "UTF-8", PLAIN), ("P", dict(prompt="\ud800"), "UTF-8", PLAIN),
+            ("P", dict(prompt="Hi", completion="\udcff"), "UTF-8", PLAIN),
+            ("P", dict(prompt="a", completion="<|user|>"), "without control tokens", PLAIN),
+            (None, dialog(SYSTEM, user("a<|end|>")), "without control tokens", PLAIN),
+            ("P" * 600, "Hi", "less than 512 tokens.* found 6", PLAIN),
+            ("P", dialog(USER, USER), "must alternate", TEMPLATES["strict"][0]),
+            ("Hi", "Hi", "every text", each("{{ m.role }}")),
+            ("P", dialog(user("no"), REPLY, user("no no")), "every text",  # one of 3 "no" is lost
+             "{{ messages[0].content + messages[-1].content }}"),
+            ("P", "Hi", "end both prompts alike", PLAIN + "{{ '!' if messages[0].role == 'system' }}")]:
+        chat = chat_for(folders(), chat_template=template, prompt=prompt)
+        refused(f"f:1: .*{reason}", built, [row], chat)
     assert parse("x", "--prompt-file", __file__).prompt.startswith('"""Tests')
     for flags in (["--epochs", 0], ["--lr", "nan"], ["--lr", "inf"], ["--template-kwargs", "{"],
                   ["--prompt", "a", "--prompt-file", __file__], ["--eval-fraction", 1], ["--warmup", 1.5]):
@@ -404,18 +398,18 @@ def test_given_responses_are_dropped_cut_or_kept_as_ids(folders):
     """Empty ones are dropped and counted, long ones cut, prompts never; ids are kept if they are theirs."""
     rows = [dict(prompt="a", completion=" "), 5, dict(prompt="b", completion="c"), 6,
             dialog(USER, REPLY | {"weight": 0})]
-    chat, args = chat_for(folders(), "--prompt", "P")
-    refused("f:2: expected an object with .*, found 5", built, rows, chat, args)
+    chat = chat_for(folders(), "--prompt", "P")
+    refused("f:2: expected an object with .*, found 5", built, rows, chat)
     (kept,), drops = built(rows, chat, parse("x", "--prompt", "P", "--skip-bad-rows"))
     assert kept.where == "f:3" and list(drops.values()) == [["f:1", "f:5"], ["f:2", "f:4"]]  # by reason
-    one = lambda text, **ids: built([dict(prompt="Hi", response=text, **ids)], chat, args)[0][0]
+    one = lambda text, **ids: built([dict(prompt="Hi", response=text, **ids)], chat)[0][0]
     long, plain = one("x" * 600), one("Ho").response
     assert long.cut and len(long.teacher) + len(long.response) == 512 and chat.stop not in long.response
     long = one("x" * (511 - len(long.teacher)))
     assert not long.cut and long.response[-1] == chat.stop
     for ids in (["x"], [1e99], [None], [-1], [10 ** 20], [[1]], 7, [], plain[:1]):
         assert one("Ho", ids=ids).response == plain
-    refused("f:1: .*stop token", built, [dict(prompt="Hi", response="Ho", ids=[256] + plain)], chat, args)
+    refused("f:1: .*stop token", built, [dict(prompt="Hi", response="Ho", ids=[256] + plain)], chat)
     assert one("Ho", ids=plain[:2]).response == plain[:2]  # cut by the length, no stop
     assert one("a<|user|>", ids=[64, 258]).response == [64, 258]  # sampled by the model itself
 
@@ -464,7 +458,7 @@ class Samples:  # a model that records its generate calls, and a chat
         self.model.generate = lambda **kw: self.calls.append(kw) or generate(**kw)
 
     def run(self, rows, path):
-        self.examples, self.drops = built(rows, self.chat, self.args)
+        self.examples, self.drops = built(rows, self.chat)
         given = self.model, self.chat, self.examples, bake.shared_prefix(self.model, self.examples)
         return bake.sample_responses(*given, path, self.args, self.drops)
 
@@ -480,7 +474,7 @@ def test_sampling_in_one_call(folders, tmp_path):
         for e in sampled:
             assert e.teacher == next(x.teacher for x in s.examples if x.where == e.where)
             assert [e.response] == bake.generate(s.model, s.chat, [e.teacher], bake.NO_PREFIX, 6, 0.0)
-    again, _ = built(map(json.loads, open(tmp_path / "t.jsonl")), *chat_for(folders()))
+    again, _ = built(map(json.loads, open(tmp_path / "t.jsonl")), chat_for(folders()))
     for e, f in zip(again, sampled, strict=True):
         assert (e.teacher, e.student, e.response) == (f.teacher, f.student, f.response)
     assert bake.sample_responses(None, None, sampled, None, None, s.args, {}) is sampled  # nothing to do
@@ -598,9 +592,9 @@ def test_the_adapter_and_the_merged_model_are_what_was_trained(run, command, tmp
     names = safetensors.torch.load_file(out / "adapter_model.safetensors")
     assert names and all(re.search(r"lora_[AB]\.weight$", n) for n in names)
     _, folder, _, data, *_ = command(out)
-    (chat, args), drops = chat_for(folder, "--eval-fraction", .25), defaultdict(list)
+    chat, drops = chat_for(folder, "--eval-fraction", .25), defaultdict(list)
     rows = bake.read_rows(data) + bake.read_rows(str(out / "trajectories.jsonl"))
-    examples = bake.split(bake.build_examples(rows, chat, args, drops), [], args, drops)
+    examples = bake.split(bake.build_examples(rows, chat, chat.args, drops), [], chat.args, drops)
     held = [e for e in examples if e.held_out and e.response]
     assert len(held) == report["held_out_responses"]
     model = peft.AutoPeftModelForCausalLM.from_pretrained(out).to(DEVICE)
@@ -752,10 +746,10 @@ TEXT = st.text("abAB<|>{}%é \n", min_size=1, max_size=9).filter(str.strip)
 def test_any_file_is_read_or_refused_by_line(folders, tmp_path_factory, rows, flags, name, noise):
     """Whatever the file holds: examples for which laws 1 and 2 hold, or one line that says where."""
     data = json.dumps(rows) if name == "f.json" else "\n".join(map(json.dumps, rows))
-    path, (chat, args) = tmp_path_factory.getbasetemp() / name, chat_for(folders(), *sorted(flags))
+    path, chat = tmp_path_factory.getbasetemp() / name, chat_for(folders(), *sorted(flags))
     try:
         read = bake.read_rows(write(path, data.encode() + noise))
-        examples = bake.build_examples(read, chat, args, defaultdict(list))
+        examples = bake.build_examples(read, chat, chat.args, defaultdict(list))
     except SystemExit as error:
         assert re.match(re.escape(str(path)) + r":(\d+: .+| expected rows)", str(error), re.S)
         return
@@ -767,10 +761,9 @@ def test_any_file_is_read_or_refused_by_line(folders, tmp_path_factory, rows, fl
 @given(name=st.sampled_from(sorted({*TEMPLATES} - {*LEADS})), prompt=TEXT,
        turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
 @settings(max_examples=150)
-def test_laws_1_and_2_for_any_template(folders, tmp_path_factory, name, prompt, turns):
+def test_laws_1_and_2_for_any_template(folders, name, prompt, turns):
     """The prompt is in the teacher's context alone; both sides end alike, in the response and one stop id."""
-    file = write(tmp_path_factory.getbasetemp() / f"{name}.jinja", TEMPLATES[name][0])
-    chat, _ = chat_for(folders(), "--chat-template", file)
+    chat = chat_for(folders(), chat_template=TEMPLATES[name][0])
     row = [turn for asked, said in turns for turn in (user(asked), REPLY | {"content": said})]
     examples, _ = built([row], chat, parse("x", "--prompt", prompt))
     for e, (_, said) in zip(examples, turns, strict=True):
@@ -829,8 +822,8 @@ def test_bench_many_rows(folders, tmp_path):  # the first, as later ones leave a
     for n in (5_000, 20_000):
         rows = (dict(prompt=f"Question {i}?", completion="word " * 40) for i in range(n))
         data = write(tmp_path / "many.jsonl", "\n".join(map(json.dumps, rows)))
-        chat, args = chat_for(folders(), "--prompt", "Be brief. " * 20, "--batch-size", 32)
-        start = time.perf_counter()
+        chat = chat_for(folders(), "--prompt", "Be brief. " * 20, "--batch-size", 32)
+        args, start = chat.args, time.perf_counter()
         examples = bake.build_examples(bake.read_rows(data), chat, args, defaultdict(list))
         loading, before = time.perf_counter() - start, memory()
         model, head = bake.load_model(args)
