@@ -1,20 +1,19 @@
 """Tests of bake.py, each named after a law it holds. `make test` runs them, on CUDA if there is one. Models
 are tiny, random and made here: no network. Hypothesis draws the structure, seeded generators the tensors."""
-import copy, fcntl, functools, hashlib, io, json, math, re, resource, runpy, signal, subprocess, sys, time, timeit  # noqa
+import copy, fcntl, functools, hashlib, io, json, math, re, runpy, signal  # noqa: E401
+import subprocess, sys, time, timeit  # noqa: E401
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
-import peft, pytest, safetensors.torch, tokenizers, torch, transformers  # noqa: E401
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+import numpy as np, peft, pytest, safetensors.torch, tokenizers, torch, transformers  # noqa: E401
+from hypothesis import example, given, settings, strategies as st
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
 import bake
 from bake import Args, Example
 
-settings.register_profile("bake", deadline=None, derandomize=True, max_examples=40,
-                          suppress_health_check=list(HealthCheck))
+settings.register_profile("bake", settings.get_profile("ci"), max_examples=40)  # derandomized, no deadline
 settings.load_profile("bake")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,25 +25,23 @@ PLAIN = each(TURN)
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]  # ids 256 to 260
 user = lambda content: {"role": "user", "content": content}
 lora = lambda model: [p for p in model.parameters() if p.requires_grad]
+all_ids = lambda examples: [(e.teacher, e.student, e.response) for e in examples]
 
 def make_tokenizer(template=PLAIN, pad="<|pad|>", bos=None):
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(letters + SPECIAL)}
+    vocab = {s: i for i, s in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + SPECIAL)}
     return GPT2Tokenizer(vocab, [], eos_token="<|end|>", pad_token=pad, bos_token=bos, unk_token=None,
                          add_bos_token=bos, extra_special_tokens=SPECIAL, chat_template=template)
 
 SIZE = dict(vocab_size=272, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=64, max_position_embeddings=512, pad_token_id=260, eos_token_id=256,
-            bos_token_id=None)
+            intermediate_size=64, max_position_embeddings=512, pad_token_id=260, eos_token_id=256)
 FAMILIES = {
     "Llama": {}, "Qwen2": {}, "Qwen3": dict(head_dim=8), "Mistral": dict(sliding_window=8), "GPT2": {},
     "GPTNeoX": {}, "Cohere": dict(logit_scale=0.5), "Granite": dict(logits_scaling=0.5),
-    "Gemma2": dict(head_dim=8, final_logit_softcapping=3.0, sliding_window=8,
-                   layer_types=["sliding_attention", "full_attention"]),
+    "Gemma2": dict(head_dim=8, final_logit_softcapping=3.0, sliding_window=8),
     "OPT": dict(ffn_dim=64, word_embed_proj_dim=16), "Rwkv": dict(attention_hidden_size=32),
     "Mamba2": dict(state_size=8, num_heads=8, head_dim=8, n_groups=1, expand=2, chunk_size=8)}
 
-def make_model(folder, family="Llama"):
+def make_model(folder, family="Llama", tokenizer=make_tokenizer()):
     """A random model, scaled up until what it predicts is far from uniform, with its tokenizer."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZE | FAMILIES[family])
@@ -52,7 +49,7 @@ def make_model(folder, family="Llama"):
     for p in model.parameters():
         p.data *= 4 if p.dim() == 2 else 1
     model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 @pytest.fixture(scope="session")
@@ -87,16 +84,15 @@ def targets_for(model, examples, args, folder, prefix=None):
 
 def loop_kl(model, examples, **keep):
     """The reference: sample by sample, no padding, no cache, full logits, teacher run again."""
-    def log_probs(side):
+    def log_probs(e, side):
         ids = torch.tensor([getattr(e, side) + e.response], device=model.device)
         logits = model(input_ids=ids, use_cache=False, **keep).logits[0, -len(e.response) - 1:-1]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    losses = []
-    for e in examples:
+    def kl(e):
         with torch.no_grad(), model.disable_adapter():
-            p = log_probs("teacher")
-        losses.append((p.exp() * (p - log_probs("student"))).sum(-1).mean())
-    return torch.stack(losses)
+            p = log_probs(e, "teacher")
+        return (p.exp() * (p - log_probs(e, "student"))).sum(-1).mean()
+    return torch.stack([kl(e) for e in examples])
 
 def write(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -151,8 +147,7 @@ def test_laws_3_and_4_gradients_are_those_of_the_loop(llama64, sizes, chunk, mic
     kl, norm = bake.train_step(model, head, examples, targets, params, args)
     assert_close(kl, loop.mean().detach(), atol=1e-9, rtol=1e-9)
     assert_close(norm, torch.stack([grad.norm() for grad in expected]).norm(), atol=1e-9, rtol=1e-7)
-    clipped = [grad / max(norm + 1e-6, 1) for grad in expected]
-    assert_close([p.grad for p in params], clipped, atol=1e-9, rtol=1e-7)
+    assert_close([p.grad for p in params], [g / max(norm + 1e-6, 1) for g in expected], atol=1e-9, rtol=1e-7)
 
 def test_law_5_forward_kl_in_nats():
     """.9 ln(.9/.5) + .1 ln(.1/.5) = .5290 - .1609 = .3681; the reverse KL would be .5108."""
@@ -217,7 +212,7 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
     assert_close(ours, loop_kl(model, examples), atol=1e-5, rtol=1e-4)
     if family != "Rwkv":  # it has no mask for padding, see the README
         chat, prompts = bake.Chat(args), [e.teacher for e in examples]
-        chat.stops = {chat.stop}
+
         with bake.teacher_mode(model):
             single = [bake.generate(model, chat, [p], bake.NO_PREFIX, 8, 0.0)[0] for p in prompts]
             assert bake.generate(model, chat, prompts, prefix, 8, 0.0) == single
@@ -251,21 +246,20 @@ def test_batches_pad_little_and_the_learning_rate_rises_and_falls():
 # ------------------------------------------------------------------ data, prompts and sampling
 USER, REPLY, SYSTEM = user("Hi"), {"role": "assistant", "content": "Ho"}, {"role": "system", "content": "S"}
 dialog = lambda *turns, **more: {"messages": [*turns], **more}
+THREE = [USER, REPLY, USER]
 SHAPES = [([([USER], "Ho")], [  # what is read, and the rows that say it
     dialog(USER, REPLY), dialog(USER, response="Ho"), [USER, REPLY], dict(prompt="Hi", completion="Ho"),
     dict(prompt=[USER], completion=[REPLY]), dict(prompt="Hi", response="Ho", extra={"kept": "out"}),
     dict(prompt="Hi", answer="Ho"), dict(question="Hi", answer="Ho"), dict(user_message="Hi", response="Ho"),
-    dict(question="Hi", response="No", answer="Ho"), dict(instruction="Hi", output="Ho", input="", answer="N"),
+    dict(question="Hi", response="N", answer="Ho"), dict(instruction="Hi", output="Ho", input="", answer="N"),
     dict(conversations=[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]),
     dialog(user([dict(type="text", text="H"), dict(type="text", text="i")]), REPLY)]),
-    ([([USER], None)], ["Hi", dialog(USER), dict(messages="Hi"), dict(prompt="Hi"),
-                        dict(prompt="Hi", completion=None)]),
+    ([([USER], None)], [
+        "Hi", dialog(USER), dict(messages="Hi"), dict(prompt="Hi"), dict(prompt="Hi", completion=None)]),
     ([([SYSTEM, USER], None)], [dict(system="S", prompt="Hi"), dialog(SYSTEM | {"role": "developer"}, USER),
                                 dict(system_prompt="S", query="Hi")]),
-    ([([USER], "Ho"), ([USER, REPLY, USER], "Ho"), ([USER, REPLY, USER, REPLY, USER], None)], [
-        dialog(USER, REPLY, USER, REPLY, USER)]),
-    ([([USER, REPLY, USER], "Ho")], [
-        dict(prompt=[USER, REPLY, USER], completion="Ho"), dialog(USER, REPLY | {"weight": 0}, USER, REPLY)]),
+    ([([USER], "Ho"), (THREE, "Ho"), ([*THREE, REPLY, USER], None)], [dialog(*THREE, REPLY, USER)]),
+    ([(THREE, "Ho")], [dict(prompt=THREE, completion="Ho"), dialog(USER, REPLY | {"weight": 0}, USER, REPLY)]),
     ([([user("Hi\n\nyou")], "Ho")], [dict(instruction="Hi", input="you", output="Ho"),
                                      dict(instruction="Hi", context="you", response="Ho")]),
     ([([user("{{name}} {0} %s")], None)], [dialog(user("{{name}} {0} %s"))])]
@@ -284,12 +278,11 @@ def test_every_shape_of_row(row, expected, tmp_path):
     "a message with a role of system, developer, user": [
         dialog(7), dialog(USER | {"role": "tool"}), dialog(USER | {"role": None})],
     "text as the user message, found [{'type': 'image_url'}]": [dialog(user([{"type": "image_url"}]))],
-    "text as the user message, found [{'type': 'input_audio'}]": [dialog(user([{"type": "input_audio"}]))],
+
     "text alone, without tools, calls of them, images or audio": [dialog(USER, images=["a.png"]), dialog(
         USER, tools=[{}]), dialog(USER, REPLY | {"tool_calls": [{}]}), dialog(USER | {"audio": "a.wav"})],
     "a system message or none, a user's, then by turns": [
-        dialog(), dialog(REPLY, USER), dialog(SYSTEM), dialog(USER, REPLY, REPLY), dialog(USER, SYSTEM),
-        dict(prompt="Hi", completion=[USER])]
+        [], [REPLY, USER], [SYSTEM], [USER, REPLY, REPLY], [USER, SYSTEM], dict(prompt="Hi", completion=[USER])]
 }.items())
 def test_bad_rows_say_why(expected, rows):
     for row in rows:
@@ -327,27 +320,27 @@ def built(rows, chat, args=None):
 HI, FOLDED = "<|user|>Hi<|end|><|assistant|>", "<|user|>PIRATE\n\nHi<|end|><|assistant|>"
 ARR, TINY, DAY = (f"<|system|>{text}<|end|>" for text in ("PIRATE", "I am Tiny.", "Today is 2020-02-03."))
 THINKS = PLAIN.replace("<|assistant|>", "<|assistant|><think>{% if not deep %}</think>{% endif %}")
+leading = lambda text: each(TURN.replace("}}|>", "}}|>{{ '%s' if m.role == 'assistant' }}" % text))
+USUAL = ARR + HI, HI
 TEMPLATES = {  # name: the template, what the teacher reads, what the student reads
-    "plain": (PLAIN, ARR + HI, HI), "thinks deep": (THINKS, ARR + HI + "<think>", HI + "<think>"),
+    "plain": (PLAIN, *USUAL), "thinks deep": (THINKS, ARR + HI + "<think>", HI + "<think>"),
     "thinks": (THINKS, ARR + HI + "<think></think>", HI + "<think></think>"),
-    "refuses": (each("{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TURN), FOLDED, HI),
+    "refuses": (each("{{ raise_exception('no') if m.role == 'system' }}" + TURN), FOLDED, HI),
     "drops": (each("{% if m.role != 'system' %}" + TURN + "{% endif %}"), FOLDED, HI),
     "merges": (each("{% if m.role != 'system' %}<|{{ m.role }}|>{% if loop.index0 and loop.previtem.role =="
                     " 'system' %}{{ loop.previtem.content }}\n{% endif %}{{ m.content }}<|end|>{% endif %}"),
                FOLDED.replace("\n\n", "\n"), HI),
     "default": ("{% if messages[0].role != 'system' %}" + TINY + "{% endif %}" + PLAIN, ARR + HI, TINY + HI),
     "dated": (DAY.replace("2020-02-03", "{{ strftime_now('%Y-%m-%d') }}") + PLAIN, DAY + ARR + HI, DAY + HI),
-    "parts": (each("<|{{ m.role }}|>{% for p in m.content %}{{ p.text }}{% endfor %}<|end|>"), ARR + HI, HI),
-    "no stop": (each("<|{{ m.role }}|>{{ m.content }}{% if m.role != 'assistant' %}<|pad|>{% endif %}"),
+    "parts": (each("<|{{ m.role }}|>{% for p in m.content %}{{ p.text }}{% endfor %}<|end|>"), *USUAL),
+    "no stop": (each("<|{{ m.role }}|>{{ m.content }}{{ '<|pad|>' if m.role != 'assistant' }}"),
                 (ARR + HI).replace("end", "pad"), HI.replace("end", "pad")),
     "a line": (each(TURN + "\n"), (ARR + HI).replace("d|>", "d|>\n"), HI.replace("d|>", "d|>\n")),
-    "strict": (each("{% if loop.previtem and loop.previtem.role == m.role %}"
-                    "{{ raise_exception('roles must alternate') }}{% endif %}" + TURN), ARR + HI, HI),
-    "strips": (each(TURN.replace(" | trim", ".split('</think>') | last")), ARR + HI, HI),
-    "empties": (each(TURN.replace("}}|>", "}}|>{{ '<think></think>' if m.role == 'assistant' }}")), ARR + HI, HI),
-    "leads": (each(TURN.replace("}}|>", "}}|>{{ ' ' if m.role == 'assistant' }}")), ARR + HI, HI),
-    "channels": (each(TURN.replace("}}|>", "}}|>{{ '<|pad|>' if m.role == 'assistant' }}")), ARR + HI, HI)}
-LEADS = {"leads": " ", "channels": "<|pad|>"}  # not the empty thoughts: the model would not emit those
+    "strict": (each("{{ raise_exception('must alternate') if not loop.changed(m.role) }}" + TURN), *USUAL),
+    "strips": (each(TURN.replace(" | trim", ".split('</think>') | last")), *USUAL),
+    "empties": (leading("<think></think>"), *USUAL),  # the model would not emit those
+    "leads": (leading(" "), *USUAL), "channels": (leading("<|pad|>"), *USUAL)}
+LEADS = {"leads": " ", "channels": "<|pad|>"}
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_laws_1_and_2_chat_templates(folders, name):
     """The sides differ in the prompt alone; what leads into answers is in the response, once."""
@@ -360,8 +353,8 @@ def test_laws_1_and_2_chat_templates(folders, name):
     text, lead = chat.tokenizer.decode, LEADS.get(name, "")
     said = lead + "Ho<|end|>"
     assert (text(one.teacher), text(one.student)) == (teacher, student)
-    assert (text(one.response), text(two.response), text(led.response)) == (said, said, lead.strip() + " Ho<|end|>")
-    assert text(deep.response) == lead + "<think>"[7 * ("deep" in name):] + "H</think>Ho<|end|>"  # opened once
+    assert [text(e.response) for e in (one, two, led)] == [said, said, lead.strip() + " Ho<|end|>"]
+    assert text(deep.response) == lead + "<think>" * ("deep" not in name) + "H</think>Ho<|end|>"
     assert asked.teacher == own.teacher == one.teacher and asked.response is None and own.response is None
     assert text(own.student) == teacher.replace("PIRATE", "Be.") and chat.folds == (teacher == FOLDED)
     assert one.messages == [SYSTEM | {"content": "PIRATE"}, USER]
@@ -416,14 +409,12 @@ def test_given_responses_are_dropped_cut_or_kept_as_ids(folders):
 @pytest.mark.parametrize("pad", [None, "<|end|>", "<|pad|>"])
 def test_one_bos_and_any_pad(folders, tmp_path, pad):
     """Tokenizer and template both add a BOS: one a side, none in a response. Any pad token, the same ids."""
-    AutoModelForCausalLM.from_pretrained(folders()).save_pretrained(tmp_path / "m")
-    make_tokenizer("<|system|>" + PLAIN, pad, bos="<|system|>").save_pretrained(tmp_path / "m")
-    template = write(tmp_path / "t", "<|system|>" + PLAIN)
-    ours, plain = Samples(tmp_path / "m"), Samples(folders(), "--chat-template", template)
+    own = make_tokenizer("<|system|>" + PLAIN, pad, bos="<|system|>")
+    ours = Samples(make_model(tmp_path / "m", tokenizer=own))
+    plain = Samples(folders(), chat_template="<|system|>" + PLAIN)
     assert ours.chat.tokenizer("a").input_ids[0] == 257  # it would add one
     rows = [dict(prompt="Hi", completion="Ho"), "What?", "And a longer one?"]
-    out, expected = ([(e.teacher, e.student, e.response) for e in side.run(rows, tmp_path / name)]
-                     for side, name in ((ours, "a"), (plain, "b")))
+    out, expected = (all_ids(side.run(rows, tmp_path / name)) for side, name in ((ours, "a"), (plain, "b")))
     assert out == expected and ours.chat.tokenizer.decode(out[0][2]) == "Ho<|end|>"
     assert all(s[0] == t[0] == 257 and s.count(257) == 1 and t.count(257) == 2 for t, s, _ in out)
 
@@ -431,8 +422,7 @@ def test_one_bos_and_any_pad(folders, tmp_path, pad):
     (">\n", "Ho", [72, 111, 0]), (">\n", "\nHo", [10, 72, 111, 0]), ("> ", " Ho", [32, 72, 111, 0]),
     (":<think>\n", "<think>\nHo", [72, 111, 0]), (":<think>\n", "<think>Ho", [72, 111, 0])])
 def test_responses_are_encoded_as_the_model_would_emit_them(tail, response, expected):
-    """No mark of a text's start inside, here a space; no token across the seam, here two spaces or lines;
-    thoughts that the prompt has opened are not opened again."""
+    """No mark of a text's start (a space), no token over the seam (two spaces or lines), no thought opened twice."""
     pieces = lambda text: re.findall("\n\n|  |.", text and " " + text, re.S)
     ids = lambda text: [ord(piece) if len(piece) == 1 else 1000 for piece in pieces(text)]
     assert bake.encode_response(Args(ids=ids, stop=0, lead=""), tail, response) == expected
@@ -451,9 +441,9 @@ def test_the_split_is_by_question():
     assert [e.question for e in kept if e.held_out] == ["q3"] and len(kept) == 19
 
 class Samples:  # a model that records its generate calls, and a chat
-    def __init__(self, folder, *flags):
-        self.model, _, self.args = loaded(
-            folder, "--prompt", "Say much.", "--temperature", 0, "--max-new-tokens", 6, *flags)
+    def __init__(self, folder, *flags, **more):
+        flags = "--prompt=Say much.", "--temperature=0", "--max-new-tokens=6", *flags
+        self.model, _, self.args = loaded(folder, *flags, **more)
         self.chat, self.calls, generate = bake.Chat(self.args), [], self.model.generate
         self.model.generate = lambda **kw: self.calls.append(kw) or generate(**kw)
 
@@ -475,8 +465,7 @@ def test_sampling_in_one_call(folders, tmp_path):
             assert e.teacher == next(x.teacher for x in s.examples if x.where == e.where)
             assert [e.response] == bake.generate(s.model, s.chat, [e.teacher], bake.NO_PREFIX, 6, 0.0)
     again, _ = built(map(json.loads, open(tmp_path / "t.jsonl")), chat_for(folders()))
-    for e, f in zip(again, sampled, strict=True):
-        assert (e.teacher, e.student, e.response) == (f.teacher, f.student, f.response)
+    assert all_ids(again) == all_ids(sampled)
     assert bake.sample_responses(None, None, sampled, None, None, s.args, {}) is sampled  # nothing to do
 
 def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_path):
@@ -526,12 +515,11 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
     monkeypatch.setattr(bake, "make_head", lambda base: lambda hidden: plain(base)(hidden) * 1.1)
     refused("make_head", load, "all-linear")
     refused(f"--model {tmp_path} to be", bake.Chat, parse(tmp_path))  # an empty folder
-    AutoModelForCausalLM.from_pretrained(folders()).save_pretrained(tmp_path)
-    make_tokenizer(None).save_pretrained(tmp_path)
+    make_model(tmp_path, tokenizer=make_tokenizer(None))
     refused("--chat-template", bake.Chat, parse(tmp_path))
     for file in tmp_path.glob("*config.json"):
         write(file, re.sub(r'("eos_token\w*"): ("<.end.>"|256)', r"\1: null", file.read_text()))
-    refused("no stop token", bake.Chat, parse(tmp_path, "--chat-template", write(tmp_path / "t", PLAIN)))
+    refused("no stop token", bake.Chat, parse(tmp_path, chat_template=PLAIN))
     write(tmp_path / "config.json", json.dumps(dict(model_type="own", auto_map={"AutoConfig": "own.Own"})))
     refused("trust_remote_code", bake.Chat, parse(tmp_path))  # own.py is not even looked for
 
@@ -616,7 +604,8 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
     folds = write(tmp_path / "folds", TEMPLATES["refuses"][0])
     refused("nope", bake.main, command(tmp_path / "a", f"--target-modules nope --chat-template {folds}"))
     shown, first = capsys.readouterr().out, json.loads(rows.split(b"\n")[0])[0]["content"]
-    assert f"--- the teacher reads, in {data}:1:\n<|user|>{first}\n\nQ" in shown and "no system message:" in shown
+    assert f"--- the teacher reads, in {data}:1:\n<|user|>{first}\n\nQ" in shown
+    assert "no system message:" in shown
     monkeypatch.setattr(bake, "load_model", None)
     assert bake.main(command(out)) == report and "is done" in capsys.readouterr().out
     bad = write(tmp_path / "bad.jsonl", '{"prompt": "a", "completion": ""}\n{"prompt": 3}\n')
@@ -655,19 +644,19 @@ def test_law_9_training_goes_on_where_it_was(command, run, tmp_path, monkeypatch
         if len(seen) == 4:
             raise KeyboardInterrupt("in step 6")
         return plain(model, *rest) * (math.nan if len(seen) == 5 else 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", write_once)
-        refused("No space left", bake.main, again, error=OSError)
-        assert len(torch.load(tmp_path / "checkpoint.pt", weights_only=True)[2]) == 3
-        patch.undo()
-        patch.setattr(bake, "train_step", step)
-        refused("in step 6", bake.main, again, error=KeyboardInterrupt)
-        refused(r"step 5: KL nan, gradient norm nan, in .*rows.jsonl:\d+.* holds step 4", bake.main, again)
+    monkeypatch.setattr(Path, "write_bytes", write_once)
+    refused("No space left", bake.main, again, error=OSError)
+    assert len(torch.load(tmp_path / "checkpoint.pt", weights_only=True)[2]) == 3
+    monkeypatch.setattr(Path, "write_bytes", write)
+    monkeypatch.setattr(bake, "train_step", step)
+    refused("in step 6", bake.main, again, error=KeyboardInterrupt)
+    refused(r"step 5: KL nan, gradient norm nan, in .*rows.jsonl:\d+.* holds step 4", bake.main, again)
     weights, _, log = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert [m["step"] for m in log] == [0, 1, 2, 3, 4]
     assert all(torch.equal(weights[n].to(DEVICE), w) and w.isfinite().all() for n, w in seen[4].items())
-    rates, plain = [], torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or plain(self))
+    rates, update = [], torch.optim.AdamW.step
+    recorded = lambda self: rates.append(self.param_groups[0]["lr"]) or update(self)
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
     assert bake.main(again) == run[1]
     assert rates == [json.loads(line).get("lr") for line in open(tmp_path / "metrics.jsonl")][5:]  # as logged
     timeless = lambda path: re.sub(rb'"tokens_per_s": \d+', b"", path.read_bytes())
@@ -806,98 +795,90 @@ def peak_memory(step):
     events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
     return max(np.cumsum([e.nbytes() for e in events if e.name() == "[memory]"]).max(), 0) / 2 ** 20
 
-def dense_step(model, head, examples, share=1.0):
+def dense_step(model, head, examples, share=1.0, logits=None):
     """One padded batch, (B, R, V) logits of both sides at the response positions, teacher run again."""
+    pad = lambda rows: bake.pad_sequence(rows, True)
+    logits = logits or (lambda side: head(pad(bake.response_states(model, examples, side))))
     with bake.teacher_mode(model):
-        teacher = head(bake.pad_sequence(bake.response_states(model, examples, "teacher"), True))
-    student = head(bake.pad_sequence(bake.response_states(model, examples, "student"), True))
-    mask = bake.pad_sequence([torch.ones(len(e.response), device=DEVICE) for e in examples], True)
-    loss = share * ((bake.token_kl(student, teacher) * mask).sum(1) / mask.sum(1)).mean()
+        teacher = logits("teacher")
+    mask = pad([torch.ones(len(e.response), device=DEVICE) for e in examples])
+    loss = share * ((bake.token_kl(logits("student"), teacher) * mask).sum(1) / mask.sum(1)).mean()
     loss.backward()
     return loss.detach()
 
 @pytest.mark.bench
 def test_bench_many_rows(folders, tmp_path):  # the first, as later ones leave a large heap behind
-    memory = lambda: int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+    status = lambda key: int(re.search(key + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
     for n in (5_000, 20_000):
         rows = (dict(prompt=f"Question {i}?", completion="word " * 40) for i in range(n))
         data = write(tmp_path / "many.jsonl", "\n".join(map(json.dumps, rows)))
         chat = chat_for(folders(), "--prompt", "Be brief. " * 20, "--batch-size", 32)
         args, start = chat.args, time.perf_counter()
         examples = bake.build_examples(bake.read_rows(data), chat, args, defaultdict(list))
-        loading, before = time.perf_counter() - start, memory()
+        loading, before = time.perf_counter() - start, status("RssAnon")
         model, head = bake.load_model(args)
         targets = targets_for(model, examples, args, tmp_path)
-        told, ms = memory(), []
+        told, ms = status("RssAnon"), []
         for batch in bake.batches(examples, args, 0):
             step = lambda: bake.train_step(model, head, batch, targets, lora(model), args)
             ms.append(1000 * seconds(step=step)["step"])
             model.zero_grad()
-        third, peak = n // 96, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"\n{n} rows: read and encoded in {loading:.1f} s ({1e6 * loading / n:.0f} us a row); MB of "
-              f"private memory: {before:.0f} loaded, {told:.0f} after the targets, {memory():.0f} after "
-              f"training, peak with the mapped file {peak:.0f}; ms a step: {np.median(ms[:third]):.1f} in "
-              f"the first third, {np.median(ms[-third:]):.1f} in the last")
+        first, *_, last = (np.median(part) for part in np.array_split(ms, 3))
+        print(f"\n{n} rows: read in {loading:.1f} s ({1e6 * loading / n:.0f} us a row); private MB: {before:.0f} "
+              f"then, {told:.0f} after targets, {status('RssAnon'):.0f} after training; peak, with the file, "
+              f"{status('VmHWM'):.0f}; ms a step: {first:.1f} in the first third, {last:.1f} in the last")
 
 @pytest.mark.bench
 def test_bench_steps(bench_model, tmp_path):
     model, head, args = bench_model
     sizes, x, y, B = ((64, 512, 2048), 20, 64, 4) if DEVICE == "cpu" else ((64, 1000, 4000), 50, 150, 16)
     args.batch_size = args.micro_batch_size = B
-    optimizer, table = torch.optim.AdamW(lora(model), lr=0.0), {}
-    print(f"\nB={B} x={x} y={y}\n    u variant        s/step tokens/s  x sft x dense  peak MB")
+    optimizer, later = torch.optim.AdamW(lora(model), lr=0.0), []
+    print(f"\nB={B} x={x} y={y}\n    u variant        s/step tokens/s  x sft x dense usual/ dense/  peak MB")
     for u in sizes:
         examples = make_examples([(0, x, y)] * B, shared=u)
         prefix = bake.shared_prefix(model, examples)
         targets = targets_for(model, examples, args, tmp_path, prefix)
         learn = lambda targets: bake.train_step(model, head, examples, targets, lora(model), args)[0]
-        ids, asked = (torch.tensor([getattr(e, side) + e.response for e in examples], device=DEVICE)
-                      for side in ("student", "teacher"))
-        labels = torch.where(torch.arange(x + y, device=DEVICE) < x, -100, ids)
-        def usual():  # as it is mostly written: a mask, and logits of all positions, though few are used
-            logits = lambda ids: model(ids, attention_mask=torch.ones_like(ids)).logits[:, -y - 1:-1]
-            with bake.teacher_mode(model):
-                teacher = logits(asked)
-            loss = bake.token_kl(logits(ids), teacher).mean()
-            loss.backward()
-            return loss.detach()
+        ids = {side: torch.tensor([getattr(e, side) + e.response for e in examples], device=DEVICE)
+               for side in ("student", "teacher")}
+        labels = torch.where(torch.arange(x + y, device=DEVICE) < x, -100, ids["student"])
+        usual = lambda side: model(  # as it is mostly written: a mask, and logits of all positions
+            ids[side], attention_mask=torch.ones_like(ids[side])).logits[:, -y - 1:-1]
         ways = {"loop": lambda: sum(dense_step(model, head, [e], 1 / B) for e in examples),
-                "usual": usual, "dense": lambda: dense_step(model, head, examples),
+                "usual": lambda: dense_step(model, head, examples, logits=usual),
+                "dense": lambda: dense_step(model, head, examples),
                 "first epoch": lambda: learn(targets_for(model, examples, args, tmp_path, prefix)),
                 "later epochs": lambda: learn(targets),
-                "sft": lambda: model(input_ids=ids, labels=labels, use_cache=False).loss.backward()}
+                "sft": lambda: model(ids["student"], labels=labels, use_cache=False).loss.backward()}
         step = lambda name: (ways[name](), optimizer.step(), optimizer.zero_grad())[0]
         right = loop_kl(model, examples, logits_to_keep=y + 1).mean().item()
-        losses = {name: step(name) for name in ways}  # the warm-up
-        for name in [*ways][:-1]:
-            assert abs(losses[name] - right) < (1e-5 if DEVICE == "cpu" else 1e-2), (losses, right)
-        table[u] = t = seconds(5 if u < 2000 else 3, **{name: functools.partial(step, name) for name in ways})
-        for name in ways:
-            print(f"{u:5} {name:13}{t[name]:8.3f}{B * y / t[name]:9.0f}{t[name] / t['sft']:7.2f}"
-                  f"{t[name] / t['dense']:8.3f}{peak_memory(lambda: step(name)):9.0f}")
+        *losses, _ = map(step, ways)  # the warm-up; the last of them has another loss
+        assert all(abs(x - right) < (1e-5 if DEVICE == "cpu" else 1e-2) for x in losses), (losses, right)
+        t = seconds(5 if u < 2000 else 3, **{name: functools.partial(step, name) for name in ways})
+        later.append(t["later epochs"])
+        for name, s in t.items():
+            print(f"{u:5} {name:13}{s:8.3f}{B * y / s:9.0f}{s / t['sft']:7.2f}{s / t['dense']:8.3f}"
+                  f"{t['usual'] / s:7.1f}{t['dense'] / s:7.1f}{peak_memory(lambda: step(name)):9.0f}")
     if DEVICE == "cuda":  # a step waits for nothing: it would raise here
         torch.cuda.set_sync_debug_mode("error")
         learn(targets)
         torch.cuda.set_sync_debug_mode("default")
-    (v, small), (u, middle), (w, long) = table.items()
-    print(f"later epochs, {w} / {v} tokens of prompt: {long['later epochs'] / small['later epochs']:.2f}")
-    for a, b in [(a, b) for a in ("usual", "dense") for b in ("later epochs", "first epoch")]:
-        print(f"{a} / {b}: {middle[a] / middle[b]:.1f} at {u}, {long[a] / long[b]:.1f} at {w}")
+    print(f"later epochs, {sizes[-1]} / {sizes[0]} tokens of prompt: {later[-1] / later[0]:.2f}")
 
 @pytest.mark.bench
 def test_bench_loss_memory(bench_model):
     model, head, _ = bench_model
-    D = model.get_output_embeddings().weight.shape[1]
     def peak(N, loss):
-        student = torch.randn(8, N // 8, D, device=DEVICE, dtype=model.dtype, requires_grad=True)
-        teacher, mask = student.detach() + 1, torch.ones(8, N // 8, dtype=torch.bool)
-        return peak_memory(lambda: loss(student, teacher, mask).sum().backward()), student.nbytes / 2 ** 20
-    ours = lambda student, teacher, mask: bake.batched_kl(student, teacher, mask, head)
-    dense = lambda student, teacher, mask: bake.token_kl(head(student), head(teacher))
+        size = 8, N // 8, model.config.hidden_size
+        student = torch.randn(size, device=DEVICE, dtype=model.dtype, requires_grad=True)
+        teacher, mask = student.detach() + 1, torch.ones(size[:2], dtype=torch.bool)
+        return peak_memory(lambda: loss(student, teacher, mask, head).sum().backward()), student.nbytes
+    ours, dense = bake.batched_kl, lambda student, teacher, *_: bake.token_kl(head(student), head(teacher))
     (small, _), (large, gradient), (full, _) = peak(2048, ours), peak(8192, ours), peak(2048, dense)
     print(f"\nloss memory, MB: batched_kl {small:.0f} at 2,048 tokens, {large:.0f} at 8,192; "
           f"dense {full:.0f} at 2,048: {100 * small / full:.1f} %")
-    assert small <= 0.1 * full and large - small <= gradient, gradient
+    assert small <= 0.1 * full and large - small <= gradient / 2 ** 20, gradient
 
 @pytest.mark.bench
 def test_bench_sampling(bench_model):
