@@ -128,7 +128,6 @@ def test_law_3_batched_kl_is_the_per_sample_loop(lengths, chunk, temperature, do
     assert (a.grad[~mask] == 0).all()
 
 llama64 = pytest.fixture(scope="session")(lambda folders: loaded(folders(), dtype="float64"))
-
 @given(sizes=st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=5), chunk=st.integers(1, 20),
        micro=st.integers(1, 5), order=st.randoms(use_true_random=False))
 def test_laws_3_and_4_gradients_are_those_of_the_loop(llama64, sizes, chunk, micro, order, tmp_path_factory):
@@ -170,13 +169,12 @@ def test_law_5_token_kl_against_numpy(n, V, scale, near, half, seed):
 
 def test_kernel_launches_do_not_depend_on_the_batch_size():
     """One batched call: with the same number of chunks, 8 samples take the operators of 1."""
-    W, memory = torch.randn(50, 8), re.compile("copy|clone|empty|contiguous|reshape|view|as_strided|expand")
+    computes = re.compile("aten::(?!.*(copy|clone|empty|contiguous|reshape|view|as_strided|expand))")
     def operators(B, R):
         (student, teacher), mask = torch.randn(2, B, R, 8, requires_grad=True), torch.ones(B, R).bool()
         with torch.profiler.profile() as profile:
-            bake.batched_kl(student, teacher, mask, lambda h: h @ W.T, chunk=8).sum().backward()
-        counts = {e.key: e.count for e in profile.key_averages() if e.key.startswith("aten::")}
-        return {name: count for name, count in counts.items() if not memory.search(name)}
+            bake.batched_kl(student, teacher, mask, lambda h: h @ torch.ones(8, 50), chunk=8).sum().backward()
+        return {e.key: e.count for e in profile.key_averages() if computes.match(e.key)}
     assert operators(1, 16) == operators(8, 2)
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT"])
@@ -251,7 +249,7 @@ SHAPES = [([([USER], "Ho")], [  # what is read, and the rows that say it
     dialog(USER, REPLY), dialog(USER, response="Ho"), [USER, REPLY], dict(prompt="Hi", completion="Ho"),
     dict(prompt=[USER], completion=[REPLY]), dict(prompt="Hi", response="Ho", extra={"kept": "out"}),
     dict(prompt="Hi", answer="Ho"), dict(question="Hi", answer="Ho"), dict(user_message="Hi", response="Ho"),
-    dict(question="Hi", response="N", answer="Ho"), dict(instruction="Hi", output="Ho", input="", answer="N"),
+    dict(question="Hi", response="N", answer="Ho"), dict(instruction="Hi", output="Ho", input="", answer=7),
     dict(conversations=[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]),
     dialog(user([dict(type="text", text="H"), dict(type="text", text="i")]), REPLY)]),
     ([([USER], None)], [
@@ -271,18 +269,18 @@ def test_every_shape_of_row(row, expected, tmp_path):
 
 @pytest.mark.parametrize("expected, rows", {
     "an object with one of messages, conversations, prompt": [7, None, {"text": "Hi"}],
-    "text as the user message, found": [dialog({"role": "user"}), dialog(user(5)), dialog(user(["Hi"])),
-        dialog(user(" ")), dict(messages={}), dict(question=None, answer="Ho")],
+    "text as the user message, found": [dict(messages={}), dict(question=None, answer="Ho"), [user(5)],
+        [{"role": "user"}], [user(["Hi"])], [user(" ")], [user([{"type": "input_audio"}])]],
     "text as the assistant message, found 3": [dict(prompt="Hi", completion=3)],
     "text as instruction, found 5": [dict(instruction=5, input="x")],
     "a message with a role of system, developer, user": [
         dialog(7), dialog(USER | {"role": "tool"}), dialog(USER | {"role": None})],
-    "text as the user message, found [{'type': 'image_url'}]": [dialog(user([{"type": "image_url"}]))],
+    "text as the user message, found [{'type': 'image_url'}]": [[user([{"type": "image_url"}])]],
 
     "text alone, without tools, calls of them, images or audio": [dialog(USER, images=["a.png"]), dialog(
         USER, tools=[{}]), dialog(USER, REPLY | {"tool_calls": [{}]}), dialog(USER | {"audio": "a.wav"})],
     "a system message or none, a user's, then by turns": [
-        [], [REPLY, USER], [SYSTEM], [USER, REPLY, REPLY], [USER, SYSTEM], dict(prompt="Hi", completion=[USER])]
+        [], [REPLY, USER], [SYSTEM], [USER, REPLY, REPLY], [USER, SYSTEM], dict(prompt="Hi", answer=[USER])]
 }.items())
 def test_bad_rows_say_why(expected, rows):
     for row in rows:
@@ -312,7 +310,6 @@ def test_files(tmp_path, monkeypatch):
     refused("me/mine to be a .jsonl", bake.read_rows, "me/mine")
 
 chat_for = functools.cache(lambda *flags, **more: bake.Chat(parse(*flags, **more)))
-
 def built(rows, chat, args=None):
     rows, drops = [(f"f:{i}", row) for i, row in enumerate(rows, 1)], defaultdict(list)
     return bake.build_examples(rows, chat, args or chat.args, drops), drops
@@ -359,8 +356,8 @@ def test_laws_1_and_2_chat_templates(folders, name):
     assert text(own.student) == teacher.replace("PIRATE", "Be.") and chat.folds == (teacher == FOLDED)
     assert one.messages == [SYSTEM | {"content": "PIRATE"}, USER]
     if name == "leads":  # which is seen also where a template insists on a system message
-        insists = "{% if messages[0].role != 'system' %}{{ raise_exception('') }}{% endif %}" + template
-        chat = chat_for(folders(), chat_template=insists)
+        insists = "{{ raise_exception('') if messages[0].role != 'system' }}"
+        chat = chat_for(folders(), chat_template=insists + template)
         assert text(bake.encode_response(chat, HI, "\nHo")) == " \nHo<|end|>"
     if name == "plain":
         assert (text(two.teacher), text(two.student)) == (teacher + said + HI, student + said + HI)
@@ -389,8 +386,7 @@ def test_prompts_that_do_not_fit_together(folders):
 
 def test_given_responses_are_dropped_cut_or_kept_as_ids(folders):
     """Empty ones are dropped and counted, long ones cut, prompts never; ids are kept if they are theirs."""
-    rows = [dict(prompt="a", completion=" "), 5, dict(prompt="b", completion="c"), 6,
-            dialog(USER, REPLY | {"weight": 0})]
+    rows = [dict(prompt="a", answer=" "), 5, dict(prompt="b", answer="c"), 6, [USER, REPLY | {"weight": 0}]]
     chat = chat_for(folders(), "--prompt", "P")
     refused("f:2: expected an object with .*, found 5", built, rows, chat)
     (kept,), drops = built(rows, chat, parse("x", "--prompt", "P", "--skip-bad-rows"))
@@ -422,9 +418,9 @@ def test_one_bos_and_any_pad(folders, tmp_path, pad):
     (">\n", "Ho", [72, 111, 0]), (">\n", "\nHo", [10, 72, 111, 0]), ("> ", " Ho", [32, 72, 111, 0]),
     (":<think>\n", "<think>\nHo", [72, 111, 0]), (":<think>\n", "<think>Ho", [72, 111, 0])])
 def test_responses_are_encoded_as_the_model_would_emit_them(tail, response, expected):
-    """No mark of a text's start (a space), no token over the seam (two spaces or lines), no thought opened twice."""
-    pieces = lambda text: re.findall("\n\n|  |.", text and " " + text, re.S)
-    ids = lambda text: [ord(piece) if len(piece) == 1 else 1000 for piece in pieces(text)]
+    """No mark of a text's start (a space), no token over the seam (two spaces), no thought opened twice."""
+    pieces = re.compile("\n\n|  |.", re.S)  # of a tokenizer
+    ids = lambda text: [ord(p) if len(p) == 1 else 1000 for p in pieces.findall(text and " " + text)]
     assert bake.encode_response(Args(ids=ids, stop=0, lead=""), tail, response) == expected
 
 def test_the_split_is_by_question():
@@ -526,8 +522,7 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_bases(folders, dtype, tmp_path):
     (model, head, args), examples = loaded(folders(), dtype=dtype), make_examples([(3, 4, 2), (1, 9, 7)])
-    targets = targets_for(model, examples, args, tmp_path)
-    kl = bake.batched_kl(*bake.both_states(model, examples, targets), head)
+    kl = bake.batched_kl(*bake.both_states(model, examples, targets_for(model, examples, args, tmp_path)), head)
     for x in (kl, *torch.autograd.grad(kl.sum(), lora(model))):
         assert x.dtype == torch.float32 and x.isfinite().all()
     assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
@@ -611,11 +606,11 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
     bad = write(tmp_path / "bad.jsonl", '{"prompt": "a", "completion": ""}\n{"prompt": 3}\n')
     for where, more, reason in [
             (out, "--lr .5 --seed 3", "lr: 0.01 there, 0.5 here; seed: 0 there, 3 here"),
-            (out, "--prompt x", "prompt"), (folder, "", "files of something else"),
+            (out, "--prompt x", "prompt"), (folder, "", "files of something else"), (data, "", "exists"),
             (tmp_path / "a", f"--prompt P --data {bad}", "l:2: expected text as the user message, found 3"),
             (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "l:2: of all rows none is left"),
-            (tmp_path / "b", f"--skip-bad-rows --eval-data {bad}", "l:2: of all .*a response with text"), (
-            data, "", "exists"), (f"{data}/in/a/file", "", "Not a directory")]:
+            (tmp_path / "b", f"--skip-bad-rows --eval-data {bad}", "l:2: of all .*a response with text"),
+            (f"{data}/in/a/file", "", "Not a directory")]:
         refused(reason, bake.main, command(where, more), error=(SystemExit, OSError))
     write(Path(data), rows + b"\n")
     refused("sha256 of data", bake.main, command(out))
@@ -709,14 +704,13 @@ bake.main(sys.argv[3:])
 def test_a_run_survives_kill_9_at_any_moment(command, tmp_path):
     more = "--save-every 3 --batch-size 2 --trajectories 8 --epochs 2"
     whole, out, rng, seen = tmp_path / "whole", tmp_path / "killed", np.random.default_rng(0), set()
-    report = bake.main(command(whole, more))
     for phase, most in dict(sample_responses=0.4, teacher_targets=0.2, train=0.4, samples=0.1).items():
         for _ in range(3):
             killer = [sys.executable, "-c", KILLER, phase, str(rng.random() * most), *command(out, more)]
             done = subprocess.run(killer, cwd=Path(bake.__file__).parent, capture_output=True, text=True)
             assert done.returncode == -9 and "Traceback" not in done.stderr, done.stderr
             seen.add(str(sorted(p.name for p in out.iterdir())))
-    assert bake.main(command(out, more)) == report and len(seen) >= 3, seen
+    assert bake.main(command(out, more)) == bake.main(command(whole, more)) and len(seen) >= 3, seen
     for name in ("adapter_model.safetensors", "trajectories.jsonl", "kl.svg"):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
@@ -823,9 +817,9 @@ def test_bench_many_rows(folders, tmp_path):  # the first, as later ones leave a
             step = lambda: bake.train_step(model, head, batch, targets, lora(model), args)
             ms.append(1000 * seconds(step=step)["step"])
             model.zero_grad()
-        first, *_, last = (np.median(part) for part in np.array_split(ms, 3))
-        print(f"\n{n} rows: read in {loading:.1f} s ({1e6 * loading / n:.0f} us a row); private MB: {before:.0f} "
-              f"then, {told:.0f} after targets, {status('RssAnon'):.0f} after training; peak, with the file, "
+        first, _, last = (np.median(third) for third in np.array_split(ms, 3))
+        print(f"\n{n} rows: read in {loading:.1f} s ({1e6 * loading / n:.0f} us a row); private MB: {before:.0f}, "
+              f"{told:.0f} after the targets, {status('RssAnon'):.0f} after training; peak with file "
               f"{status('VmHWM'):.0f}; ms a step: {first:.1f} in the first third, {last:.1f} in the last")
 
 @pytest.mark.bench
@@ -869,10 +863,10 @@ def test_bench_steps(bench_model, tmp_path):
 @pytest.mark.bench
 def test_bench_loss_memory(bench_model):
     model, head, _ = bench_model
+    D = model.get_output_embeddings().weight.shape[1]
     def peak(N, loss):
-        size = 8, N // 8, model.config.hidden_size
-        student = torch.randn(size, device=DEVICE, dtype=model.dtype, requires_grad=True)
-        teacher, mask = student.detach() + 1, torch.ones(size[:2], dtype=torch.bool)
+        student = torch.randn(8, N // 8, D, device=DEVICE, dtype=model.dtype, requires_grad=True)
+        teacher, mask = student.detach() + 1, torch.ones(8, N // 8, dtype=torch.bool)
         return peak_memory(lambda: loss(student, teacher, mask, head).sum().backward()), student.nbytes
     ours, dense = bake.batched_kl, lambda student, teacher, *_: bake.token_kl(head(student), head(teacher))
     (small, _), (large, gradient), (full, _) = peak(2048, ours), peak(8192, ours), peak(2048, dense)
