@@ -257,7 +257,7 @@ SHAPES = [([([USER], "Ho")], [  # what is read, and the rows that say it
     ([([SYSTEM, USER], None)], [dict(system="S", prompt="Hi"), dialog(SYSTEM | {"role": "developer"}, USER),
                                 dict(system_prompt="S", query="Hi")]),
     ([([USER], "Ho"), (THREE, "Ho"), ([*THREE, REPLY, USER], None)], [dialog(*THREE, REPLY, USER)]),
-    ([(THREE, "Ho")], [dict(prompt=THREE, completion="Ho"), dialog(USER, REPLY | {"weight": 0}, USER, REPLY)]),
+    ([(THREE, "Ho")], [dict(prompt=THREE, completion="Ho"), [USER, REPLY | {"weight": 0}, USER, REPLY]]),
     ([([user("Hi\n\nyou")], "Ho")], [dict(instruction="Hi", input="you", output="Ho"),
                                      dict(instruction="Hi", context="you", response="Ho")]),
     ([([user("{{name}} {0} %s")], None)], [dialog(user("{{name}} {0} %s"))])]
@@ -366,14 +366,13 @@ def test_prompts_that_do_not_fit_together(folders):
     """A row that no honest pair of sides can be made of is refused with its place; so are bad arguments."""
     for prompt, row, reason, template in [
             (None, "Hi", "prompt .*found 0", PLAIN), (" ", "Hi", "one prompt .*found 0", PLAIN),
-            ("P", dialog(SYSTEM, USER), "one prompt .*found 2", PLAIN), ("P", "\udcff", "UTF-8", PLAIN),
-            ("\udcff", "Hi", "UTF-8", PLAIN), ("P", dict(prompt="\ud800"), "UTF-8", PLAIN),
-            ("P", dict(prompt="Hi", completion="\udcff"), "UTF-8", PLAIN),
+            ("P", [SYSTEM, USER], "one prompt .*found 2", PLAIN), ("\udcff", "Hi", "UTF-8", PLAIN),
+            ("P", "\udcff", "UTF-8", PLAIN), ("P", dict(prompt="Hi", completion="\udcff"), "UTF-8", PLAIN),
+            ("P", dict(prompt="\ud800"), "UTF-8", PLAIN), ("Hi", "Hi", "every text", each("{{ m.role }}")),
             ("P", dict(prompt="a", completion="<|user|>"), "without control tokens", PLAIN),
             (None, dialog(SYSTEM, user("a<|end|>")), "without control tokens", PLAIN),
             ("P" * 600, "Hi", "less than 512 tokens.* found 6", PLAIN),
             ("P", dialog(USER, USER), "must alternate", TEMPLATES["strict"][0]),
-            ("Hi", "Hi", "every text", each("{{ m.role }}")),
             ("P", dialog(user("no"), REPLY, user("no no")), "every text",  # one of 3 "no" is lost
              "{{ messages[0].content + messages[-1].content }}"),
             ("P", "Hi", "end both prompts alike", PLAIN + "{{ '!' if messages[0].role == 'system' }}")]:
@@ -521,11 +520,11 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_bases(folders, dtype, tmp_path):
-    (model, head, args), examples = loaded(folders(), dtype=dtype), make_examples([(3, 4, 2), (1, 9, 7)])
-    kl = bake.batched_kl(*bake.both_states(model, examples, targets_for(model, examples, args, tmp_path)), head)
+    (model, head, args), rows = loaded(folders(), dtype=dtype), make_examples([(3, 4, 2), (1, 9, 7)])
+    kl = bake.batched_kl(*bake.both_states(model, rows, targets_for(model, rows, args, tmp_path)), head)
     for x in (kl, *torch.autograd.grad(kl.sum(), lora(model))):
         assert x.dtype == torch.float32 and x.isfinite().all()
-    assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
+    assert_close(kl, loop_kl(loaded(folders())[0], rows), atol=0.1, rtol=0.1)
 
 # ----------------------------------------------------------------------------- a run, end to end
 @pytest.fixture(scope="session")
@@ -545,8 +544,8 @@ def run(command, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "a" / "b"
     return out, bake.main(command(out))
 
-def test_a_run_bakes(run):
-    """Held-out KL is halved; report.json has every number; Markdown and HTML stand as code in the card."""
+def test_a_run_bakes(run, command, tmp_path):
+    """Held-out KL is halved, and is what plain passes find in what PEFT loads; Markdown is code in the card."""
     out, report = run
     assert report == json.loads((out / "report.json").read_text())
     assert report["kl_after"] < 0.5 * report["kl_before"] and report["top1_after"] > report["top1_before"]
@@ -568,10 +567,6 @@ def test_a_run_bakes(run):
     inside = [line for line in card.split("\n") if re.search("<b>|</pre>|```", line)]
     assert inside and all(line.startswith("    ") for line in inside)
     assert "<polyline points=" in (out / "kl.svg").read_text()
-
-def test_the_adapter_and_the_merged_model_are_what_was_trained(run, command, tmp_path):
-    """The report's KL comes out of plain passes through what PEFT loads, and of a run in micro-batches."""
-    out, report = run
     names = safetensors.torch.load_file(out / "adapter_model.safetensors")
     assert names and all(re.search(r"lora_[AB]\.weight$", n) for n in names)
     _, folder, _, data, *_ = command(out)
@@ -722,7 +717,6 @@ TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["system", "user
 KEYS = "messages prompt completion response question ids system instruction input conversations tools".split()
 ROW = JSON | st.dictionaries(st.sampled_from(KEYS), JSON | TURNS | st.text(max_size=9), max_size=4)
 TEXT = st.text("abAB<|>{}%é \n", min_size=1, max_size=9).filter(str.strip)
-
 @given(rows=st.lists(ROW, max_size=4), flags=st.sets(st.sampled_from(["--prompt=Be a.", "--skip-bad-rows"])),
        name=st.sampled_from(["f.jsonl", "f.json", "f.txt", "f.csv"]), noise=st.binary(max_size=5))
 @settings(max_examples=300)
@@ -806,19 +800,18 @@ def test_bench_many_rows(folders, tmp_path):  # the first, as later ones leave a
     for n in (5_000, 20_000):
         rows = (dict(prompt=f"Question {i}?", completion="word " * 40) for i in range(n))
         data = write(tmp_path / "many.jsonl", "\n".join(map(json.dumps, rows)))
-        chat = chat_for(folders(), "--prompt", "Be brief. " * 20, "--batch-size", 32)
-        args, start = chat.args, time.perf_counter()
-        examples = bake.build_examples(bake.read_rows(data), chat, args, defaultdict(list))
+        chat, start = chat_for(folders(), prompt="Be brief. " * 20, batch_size=32), time.perf_counter()
+        examples = bake.build_examples(bake.read_rows(data), chat, chat.args, defaultdict(list))
         loading, before = time.perf_counter() - start, status("RssAnon")
-        model, head = bake.load_model(args)
-        targets = targets_for(model, examples, args, tmp_path)
+        model, head = bake.load_model(chat.args)
+        targets = targets_for(model, examples, chat.args, tmp_path)
         told, ms = status("RssAnon"), []
-        for batch in bake.batches(examples, args, 0):
-            step = lambda: bake.train_step(model, head, batch, targets, lora(model), args)
+        for batch in bake.batches(examples, chat.args, 0):
+            step = lambda: bake.train_step(model, head, batch, targets, lora(model), chat.args)
             ms.append(1000 * seconds(step=step)["step"])
             model.zero_grad()
         first, _, last = (np.median(third) for third in np.array_split(ms, 3))
-        print(f"\n{n} rows: read in {loading:.1f} s ({1e6 * loading / n:.0f} us a row); private MB: {before:.0f}, "
+        print(f"\n{n} rows: read in {loading:.1f} s, {1e6 * loading / n:.0f} us each; private MB: {before:.0f}, "
               f"{told:.0f} after the targets, {status('RssAnon'):.0f} after training; peak with file "
               f"{status('VmHWM'):.0f}; ms a step: {first:.1f} in the first third, {last:.1f} in the last")
 
@@ -870,25 +863,23 @@ def test_bench_loss_memory(bench_model):
         return peak_memory(lambda: loss(student, teacher, mask, head).sum().backward()), student.nbytes
     ours, dense = bake.batched_kl, lambda student, teacher, *_: bake.token_kl(head(student), head(teacher))
     (small, _), (large, gradient), (full, _) = peak(2048, ours), peak(8192, ours), peak(2048, dense)
-    print(f"\nloss memory, MB: batched_kl {small:.0f} at 2,048 tokens, {large:.0f} at 8,192; "
-          f"dense {full:.0f} at 2,048: {100 * small / full:.1f} %")
+    print(f"\nloss, MB, 2,048 tokens: {small:.0f}, dense {full:.0f}, {small / full:.1%}; 8,192: {large:.0f}")
     assert small <= 0.1 * full and large - small <= gradient / 2 ** 20, gradient
 
 @pytest.mark.bench
-def test_bench_sampling(bench_model):
+def test_bench_sampling(bench_model):  # 8 rows x 4 trajectories of 32 tokens, u=512
     model, _, args = bench_model
     chat, examples = bake.Chat(args), make_examples([(0, 20, 1)] * 8, shared=512)
     chat.stops, chat.stop = {chat.vocab - 1}, chat.vocab - 1  # next to never sampled: full lengths
     prompts, prefix = [e.teacher for e in examples for _ in range(4)], bake.shared_prefix(model, examples)
+    one = lambda: [bake.generate(model, chat, [p], bake.NO_PREFIX, 32, 1.0) for p in prompts]
     with bake.teacher_mode(model):
-        t = seconds(one=lambda: [bake.generate(model, chat, [p], bake.NO_PREFIX, 32, 1.0) for p in prompts],
-                    all=lambda: bake.generate(model, chat, prompts, prefix, 32, 1.0))
-    print(f"\nsampling, u=512, 8 rows x 4, 32 tokens: {1024 / t['one']:.0f} tokens/s one by one, "
-          f"{1024 / t['all']:.0f} in one call: {t['one'] / t['all']:.1f} x")
+        alone, batch = seconds(a=one, b=lambda: bake.generate(model, chat, prompts, prefix, 32, 1.0)).values()
+    print(f"\nsampled tokens/s: {1024 / alone:.0f} alone, {1024 / batch:.0f} batched: {alone / batch:.1f} x")
 
 @pytest.mark.bench
 def test_bench_whole_run(bench_model, tmp_path):
-    """Three epochs at u=512: all that bake.main does, against loading the model and dense steps."""
+    """3 epochs of 16 responses, u=512: all that bake.main does, against loading the model and dense steps."""
     chat = bake.Chat(bench_model[2])
     text = lambda start, n: chat.text(chat.ids(start + " and so on" * 600)[:n])
     rows = [dict(prompt=text(f"Question {i}:", 12), response=text(f"Answer {i}:", 63)) for i in range(16)]
@@ -905,5 +896,4 @@ def test_bench_whole_run(bench_model, tmp_path):
             optimizer.step()
             optimizer.zero_grad()
     t = seconds(dense=dense, ours=lambda: bake.main(flags))
-    print(f"\nwhole run, u=512, 3 epochs of 16 responses: dense {t['dense']:.1f} s, "
-          f"bake.py {t['ours']:.1f} s: {t['dense'] / t['ours']:.1f} x")
+    print(f"\nwhole run: dense {t['dense']:.1f} s, bake.py {t['ours']:.1f} s: {t['dense'] / t['ours']:.1f} x")
