@@ -545,7 +545,7 @@ def run(command, tmp_path_factory):
     return out, bake.main(command(out))
 
 def test_a_run_bakes(run, command, tmp_path):
-    """Held-out KL is halved, and is what plain passes find in what PEFT loads; Markdown is code in the card."""
+    """Held-out KL is halved, and is what plain passes find in what PEFT loads; the card is inert text."""
     out, report = run
     assert report == json.loads((out / "report.json").read_text())
     assert report["kl_after"] < 0.5 * report["kl_before"] and report["top1_after"] > report["top1_before"]
@@ -800,7 +800,7 @@ def test_bench_many_rows(folders, tmp_path):  # the first, as later ones leave a
     for n in (5_000, 20_000):
         rows = (dict(prompt=f"Question {i}?", completion="word " * 40) for i in range(n))
         data = write(tmp_path / "many.jsonl", "\n".join(map(json.dumps, rows)))
-        chat, start = chat_for(folders(), prompt="Be brief. " * 20, batch_size=32), time.perf_counter()
+        chat, start = chat_for(folders(), "--batch-size", 32, prompt="Be brief. " * 20), time.perf_counter()
         examples = bake.build_examples(bake.read_rows(data), chat, chat.args, defaultdict(list))
         loading, before = time.perf_counter() - start, status("RssAnon")
         model, head = bake.load_model(chat.args)
@@ -811,9 +811,9 @@ def test_bench_many_rows(folders, tmp_path):  # the first, as later ones leave a
             ms.append(1000 * seconds(step=step)["step"])
             model.zero_grad()
         first, _, last = (np.median(third) for third in np.array_split(ms, 3))
-        print(f"\n{n} rows: read in {loading:.1f} s, {1e6 * loading / n:.0f} us each; private MB: {before:.0f}, "
-              f"{told:.0f} after the targets, {status('RssAnon'):.0f} after training; peak with file "
-              f"{status('VmHWM'):.0f}; ms a step: {first:.1f} in the first third, {last:.1f} in the last")
+        print(f"\n{n} rows: read in {loading:.1f} s, {1e6 * loading / n:.0f} us each; private MB: "
+              f"{before:.0f}, {told:.0f} after the targets, {status('RssAnon'):.0f} after training; "
+              f"peak {status('VmHWM'):.0f}; ms a step: {first:.1f} in the 1st third, {last:.1f} in the last")
 
 @pytest.mark.bench
 def test_bench_steps(bench_model, tmp_path):
