@@ -210,7 +210,6 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
     assert_close(ours, loop_kl(model, examples), atol=1e-5, rtol=1e-4)
     if family != "Rwkv":  # it has no mask for padding, see the README
         chat, prompts = bake.Chat(args), [e.teacher for e in examples]
-
         with bake.teacher_mode(model):
             single = [bake.generate(model, chat, [p], bake.NO_PREFIX, 8, 0.0)[0] for p in prompts]
             assert bake.generate(model, chat, prompts, prefix, 8, 0.0) == single
@@ -490,8 +489,9 @@ def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     assert len(longest) == 6 and longest[-1] != 7 and not any(9 in ids[:-1] for ids in said)
 
 def test_interrupted_sampling_goes_on_behind_the_last_whole_batch(folders, tmp_path):
-    s = Samples(folders(), "--trajectories", 3, "--batch-size", 1, "--temperature", 1)
-    sample = lambda: s.run(["Hi", "Why?", "What is that?"], tmp_path / "t.jsonl")
+    """And no batch repeats the samples of another, though all prompts are alike here."""
+    s = Samples(folders(), "--trajectories", 12, "--batch-size", 1, "--temperature", 1)
+    sample = lambda: s.run(["What is that?"], tmp_path / "t.jsonl")
     whole = sample() and (tmp_path / "t.jsonl").read_bytes()
     assert len(s.calls) == 3 and len(set(whole.split(b"\n"))) > 5
     for at in (0, 10, len(whole) // 2, len(whole) - 1, len(whole)):
@@ -530,7 +530,7 @@ def test_half_precision_bases(folders, dtype, tmp_path):
 @pytest.fixture(scope="session")
 def command(folders, tmp_path_factory):
     """command(out, more) -> the command line of a short run: --model FOLDER --data FILE and so on."""
-    prompt = SYSTEM | {"content": "Answer like a pirate, please: *arr* <b>&</b> ```x```"}
+    prompt = SYSTEM | {"content": "Answer like a pirate, please: *arr*\n<b>&</b> ```x```"}
     rows = [[prompt, user(f"Question {i}, what now?")] for i in range(12)]
     rows[0].append(REPLY | {"content": "# Arr\r\n</pre>"})
     data = write(tmp_path_factory.mktemp("data") / "rows.jsonl", "\n".join(map(json.dumps, rows)))
@@ -626,7 +626,7 @@ def test_law_9_training_goes_on_where_it_was(command, run, tmp_path, monkeypatch
     again, write, plain, seen = command(tmp_path, "--save-every 2"), Path.write_bytes, bake.train_step, []
     def write_once(path, data):
         write(path, data[:9])  # half of it
-        if path.name == "checkpoint.pt.part" and len(torch.load(io.BytesIO(data))[2]) == 4:
+        if "checkpoint.pt" in path.name and len(torch.load(io.BytesIO(data))[2]) == 4:
             raise OSError(28, "No space left on device")
         return write(path, data)
     def step(model, *rest):
