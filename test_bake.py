@@ -202,10 +202,10 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
     prefix = bake.shared_prefix(model, examples)
     assert prefix[0] == (0 if recurrent else 12)
     assert ("every prompt in full" in capsys.readouterr().out) == recurrent
-    plain, cached = (targets_for(model, examples, args, tmp_path, p).clone() for p in (bake.NO_PREFIX, prefix))
-    targets_for(model, examples, args, tmp_path, prefix)[examples[1].rows] = 0  # a hole, filled again, and
-    again = bake.teacher_targets(model, examples, prefix, tmp_path / "targets", args)
-    assert torch.equal(cached, again)  # a cache is not changed by its use
+    fill = functools.partial(targets_for, model, examples, args, tmp_path)
+    plain, cached = (fill(p).clone() for p in (bake.NO_PREFIX, prefix))
+    fill(prefix)[examples[1].rows] = 0  # a hole, filled again; and a cache is not changed by its use
+    assert torch.equal(cached, bake.teacher_targets(model, examples, prefix, tmp_path / "targets", args))
     assert_close(cached, plain, atol=1e-4, rtol=1e-4)
     ours = bake.batched_kl(*bake.both_states(model, examples, plain), head)
     assert_close(ours, loop_kl(model, examples), atol=1e-5, rtol=1e-4)
