@@ -169,8 +169,9 @@ def conversations(row: object) -> list[tuple[list[dict], str | None]]:
             roles += "A" if turn.get("weight") == 0 else ROLES[role][0]  # A: not to be trained on
     must(re.fullmatch("s?u(u|au)*" + ("a" if given else "a?"), roles, re.I), "a system message or "
          "none, a user's, then by turns, and in a reply an assistant's", roles)
-    samples = [(messages[:i], m["content"]) for i, m in enumerate(messages) if roles[i] == "a"]
-    return samples[-1:] if given else samples + [(messages, None)] * (roles[-1] == "u")
+    samples = [(messages[:i], m["content"]) for i, m in enumerate(messages)
+               if roles[i] == "a" and (m is messages[-1] or not given)]  # or it is but context
+    return samples + [(messages, None)] * (roles[-1] == "u")
 
 # -------------------------- 3. Prompts: teacher ids, student ids, and the response ids both end in
 @dataclasses.dataclass

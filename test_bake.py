@@ -385,7 +385,7 @@ def test_prompts_that_do_not_fit_together(folders):
 
 def test_given_responses_are_dropped_cut_or_kept_as_ids(folders):
     """Empty ones are dropped and counted, long ones cut, prompts never; ids are kept if they are theirs."""
-    rows = [dict(prompt="a", answer=" "), 5, dict(prompt="b", answer="c"), 6, [USER, REPLY | {"weight": 0}]]
+    rows = [dict(query="a", answer=" "), 5, [USER, REPLY], 6, dict(query=THREE, answer=[REPLY | {"weight": 0}])]
     chat = chat_for(folders(), "--prompt", "P")
     refused("f:2: expected an object with .*, found 5", built, rows, chat)
     (kept,), drops = built(rows, chat, parse("x", "--prompt", "P", "--skip-bad-rows"))
