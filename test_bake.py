@@ -385,7 +385,8 @@ def test_prompts_that_do_not_fit_together(folders):
 
 def test_given_responses_are_dropped_cut_or_kept_as_ids(folders):
     """Empty ones are dropped and counted, long ones cut, prompts never; ids are kept if they are theirs."""
-    rows = [dict(query="a", answer=" "), 5, [USER, REPLY], 6, dict(query=THREE, answer=[REPLY | {"weight": 0}])]
+    rows = [dict(prompt="a", answer=" "), 5, dict(prompt="b", answer="c"), 6,
+            dict(prompt=THREE, answer=[REPLY | {"weight": 0}])]
     chat = chat_for(folders(), "--prompt", "P")
     refused("f:2: expected an object with .*, found 5", built, rows, chat)
     (kept,), drops = built(rows, chat, parse("x", "--prompt", "P", "--skip-bad-rows"))
@@ -417,7 +418,7 @@ def test_one_bos_and_any_pad(folders, tmp_path, pad):
     (">\n", "Ho", [72, 111, 0]), (">\n", "\nHo", [10, 72, 111, 0]), ("> ", " Ho", [32, 72, 111, 0]),
     (":<think>\n", "<think>\nHo", [72, 111, 0]), (":<think>\n", "<think>Ho", [72, 111, 0])])
 def test_responses_are_encoded_as_the_model_would_emit_them(tail, response, expected):
-    """No mark of a text's start (a space), no token over the seam (two spaces), no thought opened twice."""
+    """No mark of a text's start inside, no token across the seam (here two spaces or lines), no tag twice."""
     pieces = re.compile("\n\n|  |.", re.S)  # of a tokenizer
     ids = lambda text: [ord(p) if len(p) == 1 else 1000 for p in pieces.findall(text and " " + text)]
     assert bake.encode_response(Args(ids=ids, stop=0, lead=""), tail, response) == expected
