@@ -255,12 +255,11 @@ SHAPES = [([([USER], "Ho")], [  # what is read, and the rows that say it
     ([([USER], None)], [
         "Hi", dialog(USER), dict(messages="Hi"), dict(prompt="Hi"), dict(prompt="Hi", completion=None)]),
     ([([SYSTEM, USER], None)], [dict(system="S", prompt="Hi"), dialog(SYSTEM | {"role": "developer"}, USER),
-                                dict(system_prompt="S", query="Hi")]),
+        dict(system_prompt="S", query="Hi")]), ([([user("{{n}} {0} %s")], None)], [[user("{{n}} {0} %s")]]),
     ([([USER], "Ho"), (THREE, "Ho"), ([*THREE, REPLY, USER], None)], [dialog(*THREE, REPLY, USER)]),
     ([(THREE, "Ho")], [dict(prompt=THREE, completion="Ho"), [USER, REPLY | {"weight": 0}, USER, REPLY]]),
     ([([user("Hi\n\nyou")], "Ho")], [dict(instruction="Hi", input="you", output="Ho"),
-                                     dict(instruction="Hi", context="you", response="Ho")]),
-    ([([user("{{name}} {0} %s")], None)], [dialog(user("{{name}} {0} %s"))])]
+                                     dict(instruction="Hi", context="you", response="Ho")])]
 @pytest.mark.parametrize("expected, row", [(expected, row) for expected, rows in SHAPES for row in rows])
 def test_every_shape_of_row(row, expected, tmp_path):
     assert bake.conversations(row) == expected
