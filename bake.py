@@ -475,7 +475,7 @@ class Chat:
         with expect(f"a tokenizer, and a stop token, in --model {args.model}"):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(
                 args.model, trust_remote_code=args.trust_remote_code)
-            ends = np.ravel([self.tokenizer.eos_token_id, model.generation_config.eos_token_id])
+            ends = np.hstack([self.tokenizer.eos_token_id, model.generation_config.eos_token_id])
             self.stops = [int(token) for token in ends if token is not None]
             self.stop = self.stops[0]
         if args.chat_template:
@@ -517,11 +517,17 @@ def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> l
     What the template puts between the two is part of it: a space, a channel, the end of a think
     block that the prompt opens. A whole empty block is not, as the model would not emit it."""
     whole = chat.render([*messages, {"role": "assistant", "content": response}], answer=False)
-    text = re.sub(r"^\s*<(\w+)>\s*</\1>\s*", "", whole.removeprefix(prompt))
-    opened = re.search(r"<(\w+)>\s*$", prompt)
-    if opened and f"</{opened[1]}>" in response:
-        text = response.removeprefix(opened[0]).removeprefix(opened[0].strip())
-    elif not whole.startswith(prompt) or response.strip() not in text:
+    think = re.search(r"<(\w+)>\s*(</\1>)?\s*$", prompt)
+    closing = f"</{think[1]}>" if think else None
+    opened = think and not think[2]
+    start = prompt
+    if think and think[2] and not whole.startswith(prompt):
+        start = prompt[:think.start()]  # some templates show no block in a turn that is past
+    text = re.sub(r"^\s*<(\w+)>\s*</\1>\s*", "", whole.removeprefix(start))
+    if opened and closing in response:
+        text = response.removeprefix(think[0]).removeprefix(think[0].strip())
+    elif (not whole.startswith(start) or response.strip() not in text
+          or think and (closing in text) != opened):
         raise Refused("expected a template that shows what the model says behind the prompt: have "
                       "the response sampled, or turn thinking off with --template-kwargs")
     # Some tokenizers mark the start of a text, and here is none: something stands before it. But
@@ -828,8 +834,9 @@ def identity(args) -> dict:
         data = Path(args.data).read_bytes()
     return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest()}
 
-def claim(out: Path, args) -> filelock.FileLock:
-    """Takes OUT for as long as the lock lives. Raises Refused if it is not this very run's."""
+@contextlib.contextmanager
+def claim(out: Path, args):
+    """Holds OUT for this run. Raises Refused if it is another's; a refused run leaves no trace."""
     new = identity(args)
     if (out / "args.json").exists():
         old = json.loads((out / "args.json").read_text())
@@ -843,7 +850,13 @@ def claim(out: Path, args) -> filelock.FileLock:
     lock = filelock.FileLock(out / ".lock")
     with expect(f"no other run to be at work in --out {out}"):
         lock.acquire(blocking=False)
-    return lock
+    try:
+        yield
+    finally:
+        lock.release()
+        if not (out / "args.json").exists():
+            (out / ".lock").unlink(missing_ok=True)
+            out.rmdir()
 
 # ------------------------------------------------------------------------------------- command line
 FLAGS = {  # name: (default, meaning); what has no default is required
@@ -863,7 +876,7 @@ FLAGS = {  # name: (default, meaning); what has no default is required
     "target-modules": ("all-linear", "or names of linear layers, with commas between"),
     "epochs": (3, "passes over the training responses"),
     "batch-size": (8, "responses per optimizer step"),
-    "micro-batch-size": (2**20, "responses per forward pass: fewer take less memory"),
+    "micro-batch-size": (8, "responses per forward pass: fewer save memory"),
     "lr": (1e-3, "peak learning rate of AdamW; then a cosine to 0"),
     "warmup": (0.1, "share of the steps in which it rises"),
     "kl-temperature": (1.0, "softmax temperature of the trained KL"),
@@ -884,54 +897,59 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if default is False:
             parser.add_argument(f"--{name}", action="store_true", help=meaning)
         else:
-            parser.add_argument(f"--{name}", default=default, type=type(default or ""),
-                                required=default is None, help=meaning)
+            kind = str if default is None else type(default)
+            parser.add_argument(f"--{name}", default=default, type=kind, required=default is None,
+                                help=meaning)
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("temperature", "eval_fraction", "seed", "warmup") else 1e-9
         if type(value) in (int, float) and not least <= value < 2 ** 32:  # NaN is neither
             parser.error(f"--{name.replace('_', '-')} {value}: expected more")
     args.ignore = args.ignore.split(",")
-    args.template_kwargs = json.loads(args.template_kwargs)
+    args.template_kwargs = parse_json(args.template_kwargs, "--template-kwargs")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.dtype == "auto":
         args.dtype = "bfloat16" if "cuda" in args.device else "float32"
+    args.micro_batch_size = min(args.micro_batch_size, args.batch_size)
     if args.temperature == 0:
         args.trajectories = 1  # greedy ones are all alike
     return args
 
 # --------------------------------------------------------------------------------------------- main
+def bake(args, out: Path):
+    """From rows to a report. Each phase goes on from what OUT holds of it."""
+    drops = collections.defaultdict(list)
+    model, head = load_model(args)
+    chat = Chat(model, args)
+    examples = prepare(out, chat, drops, args)
+    prefix = exact_prefix(model, [e.teacher_prompt for e in examples])
+    examples = sample_responses(model, chat, examples, prefix, out, drops, args)
+    if (out / "targets").exists():
+        read_targets(model, examples, out / "targets")
+    else:
+        teacher_targets(model, examples, prefix, out / "targets", args.batch_size, tqdm)
+    trained = [e for e in examples if not e.held_out]
+    held_out = [e for e in examples if e.held_out]
+    log = train(model, head, trained, held_out, args, out)
+    report = make_report(trained, held_out, drops, log)
+    report["samples"] = side_by_side(model, chat, held_out or trained, args)
+    write_results(model, chat, report, out)
+
 def main(argv: list[str] | None = None) -> dict:
     """Runs, goes on with, or shows what the command line asks for -> its report."""
     args = parse_args(argv)
     out = Path(args.out)
-    lock = claim(out, args)
-    if not (out / "report.json").exists():
-        drops = collections.defaultdict(list)
-        model, head = load_model(args)
-        chat = Chat(model, args)
-        examples = prepare(out, chat, drops, args)
-        prefix = exact_prefix(model, [e.teacher_prompt for e in examples])
-        examples = sample_responses(model, chat, examples, prefix, out, drops, args)
-        if (out / "targets").exists():
-            read_targets(model, examples, out / "targets")
-        else:
-            teacher_targets(model, examples, prefix, out / "targets", args.batch_size, tqdm)
-        trained = [e for e in examples if not e.held_out]
-        held_out = [e for e in examples if e.held_out]
-        log = train(model, head, trained, held_out, args, out)
-        report = make_report(trained, held_out, drops, log)
-        report["samples"] = side_by_side(model, chat, held_out or trained, args)
-        write_results(model, chat, report, out)
-    report = json.loads((out / "report.json").read_text())
+    with claim(out, args):
+        if not (out / "report.json").exists():
+            bake(args, out)
+        report = json.loads((out / "report.json").read_text())
     print(f"--- {out} is done")
     print(json.dumps(report, indent=2, ensure_ascii=False))
-    lock.release()
     return report
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; what is done is kept in --out: the same command goes on from there")
+        sys.exit("stopped: the same command goes on from what --out holds")

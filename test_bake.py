@@ -15,6 +15,7 @@
 Models are tiny, random and made here: no network. Hypothesis draws the structure, seeded generators
 the tensors. `make test` runs them all, on CUDA if there is one."""
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -51,10 +52,10 @@ SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]  # i
 TURN = "<|{{ m.role }}|>{{ m.content | trim }}<|end|>"
 
 
-def template_of(turn):
+def template_of(turn, start="<|assistant|>"):
     """A chat template: `turn` for each message m, and then the start of an answer."""
-    start = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    return "{% for m in messages %}" + turn + "{% endfor %}" + start
+    turns = "{% for m in messages %}" + turn + "{% endfor %}"
+    return turns + "{% if add_generation_prompt %}{{ '" + start + "' }}{% endif %}"
 
 
 PLAIN = template_of(TURN)
@@ -488,3 +489,829 @@ def test_the_learning_rate_rises_and_falls():
     assert usual[:2] == [0.05, 0.1] and usual[1:] == sorted(usual[1:])[::-1] and usual[-1] > 0
     assert late == sorted(late) and late[-1] == 0.1
     assert 0 < bake.learning_rate(1, 10, 0.1, warmup=0) < 0.1
+
+
+# ----------------------------------------------------------------------------- data: rows and files
+SYSTEM = {"role": "system", "content": "S"}
+USER = {"role": "user", "content": "Hi"}
+REPLY = {"role": "assistant", "content": "Ho"}
+UNTRAINED = REPLY | {"weight": 0}
+PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def dialog(*turns, **more):
+    return {"messages": list(turns)} | more
+
+
+ONE = [([USER], "Ho")]
+ASKED = [([USER], None)]
+BOTH = [([USER], "Ho"), ([USER, REPLY, USER], "Ho")]
+SHAPES = [  # what is read, and a row that says it
+    (ONE, dialog(USER, REPLY)),
+    (ONE, dialog(USER, completion="Ho")),
+    (ONE, dialog(USER, response="Ho")),
+    (ONE, {"prompt": "Hi", "completion": "Ho"}),
+    (ONE, {"prompt": [USER], "completion": [REPLY]}),
+    (ONE, {"prompt": "Hi", "response": "Ho", "answer": None, "history": [], "id": ""}),
+    (ONE, {"prompt": "Hi", "answer": "Ho"}),
+    (ONE, {"question": "Hi", "answer": "Ho"}),
+    (ONE, {"user_message": "Hi", "response": "Ho"}),
+    (ONE, {"instruction": "Hi", "output": "Ho", "input": ""}),
+    (ONE, {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}),
+    (ONE, dialog(user(PARTS), REPLY)),
+    (ONE, dialog(USER, REPLY | {"weight": 1, "tool_calls": []})),
+    (ONE, dialog(USER, REPLY, source="web", id=7)),
+    (ASKED, dialog(USER)),
+    (ASKED, {"prompt": "Hi"}),
+    (ASKED, {"query": "Hi", "completion": None}),
+    ([([SYSTEM, USER], None)], {"system": "S", "prompt": "Hi"}),
+    ([([SYSTEM, USER], None)], {"system_prompt": "S", "question": "Hi"}),
+    ([([SYSTEM, USER], None)], dialog(SYSTEM | {"role": "developer"}, USER)),
+    ([([user("{{n}} {0} %s")], None)], dialog(user("{{n}} {0} %s"))),
+    (BOTH, dialog(USER, REPLY, USER, REPLY)),
+    (BOTH, {"prompt": "Hi", "completion": [REPLY, USER, REPLY]}),
+    ([*BOTH, ([USER, REPLY, USER, REPLY, USER], None)], dialog(USER, REPLY, USER, REPLY, USER)),
+    (BOTH[1:], {"prompt": [USER, REPLY, USER], "completion": "Ho"}),
+    ([([USER, UNTRAINED, USER], "Ho")], dialog(USER, UNTRAINED, USER, REPLY)),
+    ([], dialog(USER, REPLY | {"weight": "0"})),
+    ([([USER | {"weight": 0}], "Ho")], dialog(USER | {"weight": 0}, REPLY)),
+    ([([user("Hi\n\nyou")], "Ho")], {"instruction": "Hi", "input": "you", "output": "Ho"}),
+    ([([user("Hi\n\nyou")], "Ho")], {"instruction": "Hi", "context": "you", "response": "Ho"}),
+]
+
+
+@pytest.mark.parametrize("expected, row", SHAPES)
+def test_every_shape_of_row(row, expected, tmp_path):
+    assert bake.conversations(row, ["source", "id"]) == expected
+    for name, text in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row], indent=1))):
+        path = write(tmp_path / name, text)
+        assert bake.read_rows(path) == [(f"{path}:1", row)]
+
+
+BAD_ROWS = [  # why, and the row
+    ("an object, found 7", 7),
+    ("an object, found 'Hi'", "Hi"),
+    ("either messages or a prompt, found neither", {}),
+    ("either messages or a prompt, found prompt, messages", {"prompt": "Hi", "messages": [USER]}),
+    ("one prompt, found two", {"prompt": "Hi", "question": "Ho"}),
+    ("one completion, found two", {"prompt": "Hi", "response": "N", "answer": "Ho"}),
+    (".*found text: to leave it out, --ignore text", {"text": "Hi"}),
+    (".*found history,label", {"prompt": "Hi", "history": [["a", "b"]], "label": False}),
+    (".*found chosen", {"prompt": "Hi", "chosen": "Ho"}),
+    (".*found input", {"prompt": "Hi", "input": "you"}),
+    (".*found tool_calls", dialog(USER, REPLY | {"tool_calls": [{}]})),
+    (".*found reasoning_content", dialog(USER, REPLY | {"reasoning_content": "Hm"})),
+    (".*found audio", dialog(USER | {"audio": "a.wav"})),
+    (".*found image_url", dialog(user([{"type": "image_url", "image_url": "a.png"}]))),
+    (".*found .*KeyError", dialog(user([{"type": "image"}]))),
+    ("role and text of system, .*found .*'tool'", dialog(USER | {"role": "tool"})),
+    ("role and text of", dialog({"role": None, "content": "Hi"})),
+    ("role and text of", {"prompt": 5}),
+    ("role and text of", {"prompt": "Hi", "completion": 3}),
+    (".*found AttributeError", dialog(7)),
+    (".*found assistant, user", dialog(REPLY, USER)),
+    (".*found user, assistant, assistant", dialog(USER, REPLY, completion="Ho")),
+    (".*found user, user", dialog(USER, USER)),
+    (".*found system, system, user", dialog(SYSTEM, USER, system="S")),
+    (".*found user, assistant, user", {"prompt": "Hi", "completion": [REPLY, USER], "ids": [1]}),
+]
+
+
+@pytest.mark.parametrize("reason, row", BAD_ROWS[:-1])
+def test_law_10_bad_rows_say_why(reason, row):
+    """A key that is not read, an order that is none, or what is no text: refused, with the keys."""
+    def read():
+        with bake.expect("a row that can be used"):
+            bake.conversations(row, [])
+    refused(f"expected {reason}", read, error=Refused)
+
+
+def test_files(tmp_path):
+    """BOM, CRLF, blank lines, U+2028 in strings, quotes and newlines in CSV, missing cells."""
+    def read(name, text):
+        path = write(tmp_path / name, text)
+        return [(where.removeprefix(f"{path}:"), row) for where, row in bake.read_rows(path)]
+
+    rows = read("a.jsonl", '\ufeff{"prompt": "a\u2028é"}\r\n\r\n["x"]\n')
+    assert rows == [("1", {"prompt": "a\u2028é"}), ("3", ["x"])]
+    rows = read("a.json", '{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert rows == [("1", {"prompt": "a"}), ("2", {"prompt": "b"})]
+    assert read("a.txt", "Why?\n  \nHow?\n") == [("1", {"prompt": "Why?"}), ("3", {"prompt": "How?"})]
+    rows = read("a.csv", 'question,answer\r\n"Why, ""you""?","a\nb"\r\nHow?\r\n')
+    assert rows == [("3", {"question": 'Why, "you"?', "answer": "a\nb"}),
+                    ("4", {"question": "How?", "answer": None})]
+    rows = read("b.csv", "prompt\nWhy, you?\n")
+    with pytest.raises(Refused, match="beyond the header"):
+        bake.conversations(rows[0][1], [])
+    for name, text, reason in [
+            ("c.csv", 'a,b\n"c,d\ne,f', "c.csv to be .*unexpected end of data"),
+            ("d.csv", 'a,b\n"c,d\n"e,f', "d.csv to be .*',' expected after '\"'"),
+            ("c.json", '[{"a": 1},]', "c.json to be .*line 1 column"),
+            ("c.jsonl", '{"prompt": "a"}\n{"prom', "JSON in .*c.jsonl:2, found JSONDecodeError"),
+            ("c.txt", b"a\xff", "c.txt to be .* in UTF-8, found UnicodeDecodeError"),
+            ("c.xml", "x", "c.xml to be .*another kind")]:
+        refused(reason, read, name, text)
+    refused("No such file", bake.read_rows, str(tmp_path / "missing.jsonl"))
+
+
+# ------------------------------------------------------------------- prompts, templates, responses
+class Base:
+    """What Chat asks of a model."""
+    def __init__(self, folder):
+        self.config = transformers.AutoConfig.from_pretrained(folder)
+        self.generation_config = transformers.GenerationConfig(eos_token_id=256)
+
+    def get_input_embeddings(self):
+        return torch.nn.Embedding(272, 1)
+
+
+@functools.cache
+def chat_for(folder, template=PLAIN):
+    args = parse(folder)
+    args.chat_template = write(Path(folder) / "given.jinja", template)
+    return bake.Chat(Base(folder), args)
+
+
+def built(rows, chat, *flags):
+    """Rows -> examples, and what was dropped."""
+    drops = defaultdict(list)
+    places = [(f"f:{i}", row) for i, row in enumerate(rows, 1)]
+    return bake.build_examples(places, chat, drops, parse("x", *flags)), drops
+
+
+HI = "<|user|>Hi<|end|><|assistant|>"
+FOLDED = "<|user|>PIRATE\n\nHi<|end|><|assistant|>"
+ARR = "<|system|>PIRATE<|end|>"
+TINY = "<|system|>I am Tiny.<|end|>"
+SKIPS_SYSTEM = "{% if m.role != 'system' %}" + TURN + "{% endif %}"
+MERGES = ("{% if m.role != 'system' %}<|{{ m.role }}|>"
+          "{% if loop.index0 and loop.previtem.role == 'system' %}{{ loop.previtem.content }}\n"
+          "{% endif %}{{ m.content }}<|end|>{% endif %}")
+
+
+def leading(text, start="<|assistant|>"):
+    """A template that puts `text` before what an assistant says."""
+    said = TURN.replace("}}|>", "}}|>{{ '%s' if m.role == 'assistant' }}" % text)
+    return template_of(said, start)
+
+
+@dataclasses.dataclass
+class Case:
+    """A template, what both sides read, and what stands before the text of a response."""
+    template: str
+    teacher: str = ARR + HI
+    student: str = HI
+    lead: str = ""
+
+
+TEMPLATES = {
+    "plain": Case(PLAIN),
+    "refuses": Case(template_of("{{ raise_exception('no') if m.role == 'system' }}" + TURN), FOLDED),
+    "drops": Case(template_of(SKIPS_SYSTEM), FOLDED),
+    "merges": Case(template_of(MERGES), FOLDED.replace("\n\n", "\n")),
+    "default": Case("{% if messages[0].role != 'system' %}" + TINY + "{% endif %}" + PLAIN,
+                    student=TINY + HI),
+    "no stop": Case(template_of("<|{{ m.role }}|>{{ m.content }}"
+                                "{{ '<|pad|>' if m.role != 'assistant' }}"),
+                    (ARR + HI).replace("end", "pad"), HI.replace("end", "pad")),
+    "a line": Case(template_of(TURN + "\n"), (ARR + HI).replace("d|>", "d|>\n"),
+                   HI.replace("d|>", "d|>\n")),
+    "strict": Case(template_of("{{ raise_exception('must alternate') if not "
+                               "loop.changed(m.role) }}" + TURN)),
+    "empties": Case(leading("<think></think>")),  # the model would not emit those
+    "leads": Case(leading(" "), lead=" "),
+    "channels": Case(leading("<|pad|>"), lead="<|pad|>"),
+    "closed": Case(template_of(TURN, "<|assistant|><think></think>"),
+                   ARR + HI + "<think></think>", HI + "<think></think>"),
+    "opened": Case(leading("<think>\\n\\n</think>\\n\\n", "<|assistant|><think>\\n"),
+                   ARR + HI + "<think>\n",
+                   HI + "<think>\n", lead="\n</think>\n\n"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_laws_1_and_2_chat_templates(folders, name):
+    """The sides differ in the prompt alone; what leads into answers is in the response, once."""
+    case = TEMPLATES[name]
+    chat = chat_for(folders(), case.template)
+    decode = chat.tokenizer.decode
+    rows = [dialog(USER, REPLY, USER, REPLY), {"prompt": "Hi", "completion": "Ho"}, {"prompt": "Hi"}]
+    (one, two, led, asked), _ = built(rows, chat, "--prompt", "PIRATE")
+    assert decode(one.teacher_prompt) == case.teacher
+    assert decode(one.student_prompt) == case.student
+    for e in (one, two, led):
+        assert decode(e.response) == case.lead + "Ho<|end|>"
+    assert asked.teacher_prompt == one.teacher_prompt and asked.response is None
+    assert one.messages == [SYSTEM | {"content": "PIRATE"}, USER]
+    assert chat.fold_system == (case.teacher == FOLDED)
+    (own,), _ = built([dialog(SYSTEM, USER)], chat, "--student-prompt", "Be.")
+    assert decode(own.student_prompt) == case.teacher.replace("PIRATE", "Be.")
+
+
+@pytest.mark.parametrize("name, response, expected", [
+    ("opened", "<think>\nH</think>Ho", "H</think>Ho<|end|>"),  # the prompt has opened it already
+    ("opened", "H</think>Ho", "H</think>Ho<|end|>"),
+    ("plain", "<think>H</think>Ho", "<think>H</think>Ho<|end|>"),
+    ("opens alone", "H</think>Ho", "H</think>Ho<|end|>"),
+    ("opens alone", "Ho", None),  # it would land inside the thoughts
+    ("closed", "<think>H</think>Ho", None),  # a second block
+    ("other start", "Ho", None),  # how an answer begins is not to be seen
+])
+def test_thoughts_in_given_responses(folders, name, response, expected):
+    """A response stands where the model would say it, or it is refused with the way out."""
+    templates = {"opens alone": template_of(TURN, "<|assistant|><think>"),
+                 "other start": template_of(TURN, "<|assistant|><|pad|>")}
+    template = templates.get(name) or TEMPLATES[name].template
+    chat = chat_for(folders(), template)
+    rows = [{"prompt": "Hi", "completion": response}]
+    if expected is None:
+        refused("f:1: .*--template-kwargs", built, rows, chat, "--prompt", "P")
+    else:
+        (e,), _ = built(rows, chat, "--prompt", "P")
+        assert chat.tokenizer.decode(e.response) == expected
+
+
+@pytest.mark.parametrize("prompt, row, reason, template", [
+    ("", {"prompt": "Hi"}, "one prompt .*found neither", PLAIN),
+    ("P", dialog(SYSTEM, USER), "one prompt .*found both", PLAIN),
+    ("P", {"prompt": "\ud800"}, "found .*Error", PLAIN),
+    ("P", {"prompt": " "}, "expected text", PLAIN),
+    ("P", {"prompt": "a", "completion": "<|user|>"}, "without control tokens", PLAIN),
+    ("", dialog(SYSTEM, user("a<|end|>")), "without control tokens", PLAIN),
+    ("P" * 600, {"prompt": "Hi"}, "at most 512 tokens.* found 6", PLAIN),
+    ("P", {"prompt": "Hi", "completion": "o" * 600}, "at most 512 tokens.* found 6", PLAIN),
+    ("P", dialog(USER, UNTRAINED, user("no")), "template that shows it, .*'no'",
+     "{{ messages[0].content + messages[1].content }}"),
+    ("P", {"prompt": "Hi"}, "ends both prompts alike",
+     PLAIN + "{{ '!' if messages[0].role == 'system' }}"),
+    ("P", {"prompt": "Hi"}, "that the chat template takes.*nope", "{{ raise_exception('nope') }}"),
+    ("P", {"prompt": "Hi", "completion": "Ho", "ids": [1]}, "ids that are the completion's", PLAIN),
+    ("P", {"prompt": "Hi", "completion": "Ho", "ids": [256, 72, 111]}, "ids that are", PLAIN),
+    ("P", {"prompt": "Hi", "completion": "Ho", "ids": ["x"]}, "found .*Error", PLAIN),
+    ("P", {"prompt": "Hi", "completion": "Ho", "ids": 7}, "found .*Error", PLAIN),
+    ("P", {"prompt": "Hi", "ids": [7]}, "ids that are the completion's", PLAIN),
+])
+def test_law_10_prompts_that_do_not_fit_together(folders, prompt, row, reason, template):
+    """A row that no honest pair of sides can be made of is refused with its place."""
+    chat = chat_for(folders(), template)
+    refused(f"f:1: .*{reason}", built, [row], chat, "--prompt", prompt)
+
+
+def test_rows_are_dropped_and_counted(folders):
+    """Empty responses teach nothing and are dropped; bad rows only with --skip-bad-rows."""
+    rows = [{"prompt": "a", "answer": " "}, 5, {"prompt": "b", "answer": "c"}, 6,
+            dialog(USER, UNTRAINED)]
+    chat = chat_for(folders())
+    refused("f:2: expected an object, found 5", built, rows, chat, "--prompt", "P")
+    (kept,), drops = built(rows, chat, "--prompt", "P", "--skip-bad-rows")
+    assert kept.where == "f:3"
+    assert drops == {"no response with text to train on": ["f:1", "f:5"],
+                     "expected an object": ["f:2", "f:4"]}
+    refused("no: no row is left. dropped 1: no response with", built, rows[:1], chat, "--prompt", "P")
+
+
+def test_law_1_sampled_ids_are_kept(folders):
+    """They may hold control tokens, as a model may say them, and end without a stop token."""
+    chat = chat_for(folders())
+    for ids, text in (([72, 111], "Ho"), ([72, 111, 256], "Ho"), ([64, 258], "a<|user|>")):
+        text = chat.decode(ids)
+        (e,), _ = built([{"prompt": "Hi", "completion": text, "ids": ids}], chat, "--prompt", "P")
+        assert e.response == ids
+
+
+@pytest.mark.parametrize("pad", [None, "<|end|>", "<|pad|>"])
+def test_one_bos_and_any_pad(folders, tmp_path, pad):
+    """Tokenizer and template both add a BOS: one a side, none in a response."""
+    template = "<|system|>" + PLAIN
+    own = make_tokenizer(template, pad, bos="<|system|>")
+    folder = make_model(tmp_path / "m", tokenizer=own)
+    assert own("a").input_ids[0] == 257  # it would add one
+    rows = [{"prompt": "Hi", "completion": "Ho"}]
+    (e,), _ = built(rows, chat_for(folder, template), "--prompt", "P")
+    (plain,), _ = built(rows, chat_for(folders(), template), "--prompt", "P")
+    assert vars(e) == vars(plain)
+    assert e.teacher_prompt.count(257) == 2 and e.student_prompt.count(257) == 1
+    assert e.response == [*own.encode("Ho", add_special_tokens=False), 256]
+
+
+class Merging:
+    """A tokenizer that marks the start of a text with a space, and merges two spaces or lines."""
+    stop = 0
+    stops = [0]
+
+    def __init__(self, whole):
+        self.whole = whole
+
+    def render(self, messages, answer):
+        return self.whole
+
+    def encode(self, text):
+        pieces = re.findall("\n\n|  |.", text and " " + text, re.S)
+        return [ord(piece) if len(piece) == 1 else 1000 for piece in pieces]
+
+
+@pytest.mark.parametrize("prompt, response, expected", [
+    (">\n", "Ho", [72, 111, 0]), (">\n", "\nHo", [10, 72, 111, 0]), ("> ", " Ho", [32, 72, 111, 0])])
+def test_responses_are_encoded_as_the_model_would_emit_them(prompt, response, expected):
+    """No mark of a text's start inside a response, no token over the seam with the prompt."""
+    chat = Merging(prompt + response)
+    assert bake.encode_response(chat, [], prompt, response) == expected
+
+
+def test_the_split_is_by_question():
+    """All responses to a question are on one side, whatever the order; one question is trained."""
+    examples = [RowExample([], [], [i], where=f"r{i}", messages=[], question=f"q{i % 7}")
+                for i in range(21)]
+    bake.hold_out(examples, 0.25, seed=0)
+    held_out = {e.question for e in examples if e.held_out}
+    trained = {e.question for e in examples if not e.held_out}
+    assert len(held_out) == 2 and not held_out & trained
+    bake.hold_out(examples[::-1], 0.25, seed=0)
+    assert {e.question for e in examples if e.held_out} == held_out
+    bake.hold_out(examples[:1], 0.25, seed=0)
+    assert not examples[0].held_out
+
+
+# ------------------------------------------------------------------------------------------ sampling
+class Sampler:
+    """A model that records its generate calls, with what sampling needs beside it."""
+    def __init__(self, folder, *flags):
+        flags = ("--prompt", "Say much.", "--temperature", "0", "--max-new-tokens", "6", *flags)
+        self.model, _, self.args = loaded(folder, *flags)
+        self.chat = bake.Chat(self.model, self.args)
+        self.calls = []
+        self.drops = defaultdict(list)
+        self.generate = self.model.generate
+        self.model.generate = self.record
+
+    def record(self, **arguments):
+        self.calls.append(arguments)
+        return self.generate(**arguments)
+
+    def run(self, rows, out):
+        places = [(f"f:{i}", row) for i, row in enumerate(rows, 1)]
+        self.examples = bake.build_examples(places, self.chat, self.drops, self.args)
+        return bake.sample_responses(self.model, self.chat, self.examples,
+                                     prefix_of(self.model, self.examples), out, self.drops, self.args)
+
+
+def sides(examples):
+    return [(e.teacher_prompt, e.student_prompt, e.response) for e in examples]
+
+
+def test_sampling_in_one_call(folders, tmp_path):
+    """Each (row, trajectory) gets what it would get alone, and goes back to its row. The file is
+    data, with its ids."""
+    s = Sampler(folders())
+    s.args.trajectories = 2  # greedy ones are alike: it was 1
+    rows = [{"prompt": "A long question, isn't it?"}, {"prompt": "Hi"},
+            {"prompt": "Q", "completion": "A"}, {"prompt": "Why so?"}]
+    given, *sampled = s.run(rows, tmp_path)
+    assert len(s.calls) == 1 and given is s.examples[2]
+    assert sorted(e.where for e in sampled) == ["f:1", "f:1", "f:2", "f:2", "f:4", "f:4"]
+    with bake.teacher_mode(s.model):
+        for e in sampled:
+            row = int(e.where[2:]) - 1
+            assert e.teacher_prompt == s.examples[row].teacher_prompt
+            assert bake.generate(s.model, s.chat, [e.teacher_prompt], Prefix(), 6, 0) == [e.response]
+    again, _ = built([row for _, row in bake.read_rows(str(tmp_path / "trajectories.jsonl"))], s.chat)
+    assert sides(again) == sides(sampled)
+
+
+def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_path):
+    s = Sampler(folders(), "--trajectories", 1)
+    said = {"a": [5, 6, 256, 9, 256, 256], "b": [256] * 6, "c": [1, 2, 3, 4, 5, 6]}
+
+    def generate(input_ids, **arguments):
+        letters = [s.chat.tokenizer.decode(row[-3]) for row in input_ids]
+        new = torch.tensor([said[letter] for letter in letters], device=DEVICE)
+        return torch.cat([input_ids, new], 1)
+
+    s.model.generate = generate
+    out = s.run([{"prompt": "a"}, {"prompt": "bb"}, {"prompt": "ccc"}], tmp_path)
+    assert sorted((e.where, e.response) for e in out) == [("f:1", [5, 6, 256]),
+                                                          ("f:3", [1, 2, 3, 4, 5, 6])]
+    assert s.drops == {"a sampled response without text": ["f:2"]}
+
+
+def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
+    """A hostile generation_config does not leak in: first tokens are as the logits say. Its stop
+    tokens count."""
+    hostile = {"top_k": 1, "top_p": 0.3, "repetition_penalty": 1.7, "max_length": 3,
+               "do_sample": True, "num_beams": 1, "forced_eos_token_id": 7, "min_length": 4,
+               "suppress_tokens": [1, 2], "eos_token_id": [256, 9]}
+    folder = make_model(tmp_path / "model")
+    write(Path(folder) / "generation_config.json", json.dumps(hostile))
+    s = Sampler(folder, "--trajectories", 64, "--temperature", 1.5)
+    assert set(s.chat.stops) == {256, 9} and s.chat.stop == 256
+    said = [e.response for e in s.run([{"prompt": "Hi"}] * 4, tmp_path)]
+    counts = np.bincount([ids[0] for ids in said], minlength=272)
+    with torch.no_grad(), s.model.disable_adapter():
+        ids = torch.tensor([s.examples[0].teacher_prompt], device=DEVICE)
+        logits = s.model(input_ids=ids).logits[0, -1]
+    p = (logits / 1.5).softmax(-1).cpu().numpy()
+    likely = p.argsort()[-5:]
+    assert np.abs(counts[likely] / len(said) - p[likely]).max() < 0.12 and (counts > 0).sum() > 5
+    longest = max(said, key=len)
+    assert len(longest) == 6 and longest[-1] != 7
+    assert not any(9 in ids[:-1] for ids in said)
+
+
+def test_interrupted_sampling_goes_on_behind_the_last_whole_batch(folders, tmp_path):
+    """And no batch repeats the samples of another, though all prompts are alike here."""
+    s = Sampler(folders(), "--trajectories", 12, "--batch-size", 1, "--temperature", 1)
+    file = tmp_path / "trajectories.jsonl"
+    s.run([{"prompt": "What is that?"}], tmp_path)
+    whole = file.read_bytes()
+    assert len(s.calls) == 3 and len(set(whole.split(b"\n"))) > 5
+    for at in (0, 10, len(whole) // 2, len(whole) - 1, len(whole)):
+        file.write_bytes(whole[:at])
+        s.calls.clear()
+        s.run([{"prompt": "What is that?"}], tmp_path)
+        assert file.read_bytes() == whole
+        done = 3 if at == len(whole) else whole[:at].count(b"\n") // 4
+        assert len(s.calls) == 3 - done
+
+
+# --------------------------------------------------------------------------------- models and flags
+def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch):
+    """Above all those whose logits make_head does not know: they would be trained wrongly."""
+    model, _, _ = loaded(folders("Gemma2"), "--target-modules", "q_proj,v_proj")
+    assert {name.split(".")[-1] for name in model.targeted_module_names} == {"q_proj", "v_proj"}
+    for names in ("lm_head,q_proj", "embed_tokens", "nothing_like_it", "self_attn"):
+        refused("--target-modules", loaded, folders("Gemma2"), "--target-modules", names)
+    plain = bake.logits_of
+    monkeypatch.setattr(bake, "logits_of", lambda *arguments: plain(*arguments) * 1.001)
+    refused("see make_head", loaded, folders("Gemma2"))
+    monkeypatch.undo()
+    refused(f"--model {tmp_path} to be a causal", loaded, tmp_path)  # an empty folder
+    code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    write(tmp_path / "config.json", json.dumps(code))
+    refused("trust_remote_code", loaded, tmp_path)  # own.py is not even looked for
+
+
+def test_tokenizers_that_lack_something_are_refused(tmp_path):
+    base = Base(make_model(tmp_path, tokenizer=make_tokenizer(None)))
+    chat = bake.Chat(base, parse(tmp_path))
+    refused("f:1: .*chat_template is not set", built, [{"prompt": "Hi"}], chat, "--prompt", "P")
+    base.generation_config.eos_token_id = None
+    for file in tmp_path.glob("tokenizer*.json"):
+        write(file, re.sub(r'"eos_token": "<.end.>"', '"eos_token": null', file.read_text()))
+    refused("a stop token, in --model", bake.Chat, base, parse(tmp_path))
+
+
+@pytest.mark.parametrize("flags", [
+    ["--epochs", 0], ["--lr", "nan"], ["--lr", "inf"], ["--template-kwargs", "{"],
+    ["--batch-size", -1], ["--seed", 2 ** 64]])
+def test_flags_out_of_bounds(flags):
+    refused(".", parse, "x", *flags)
+
+
+# ------------------------------------------------------------------------------- a run, end to end
+@pytest.fixture(scope="session")
+def command(folders, tmp_path_factory):
+    """command(out, more) -> the command line of a short run: --model FOLDER --data FILE and so on."""
+    prompt = SYSTEM | {"content": "Answer like a pirate, please: *arr*\n<b>&</b> ```x```"}
+    rows = [dialog(prompt, user(f"Question {i}, what now?")) for i in range(12)]
+    rows[0]["completion"] = "# Arr\r\n</pre>"
+    folder = tmp_path_factory.mktemp("data")
+    data = write(folder / "rows.jsonl", "\n".join(map(json.dumps, rows)))
+    template = write(folder / "template", PLAIN + "{# given #}")
+    fixed = ("--dtype float32 --trajectories 2 --max-new-tokens 12 --epochs 4 --lr 1e-2 "
+             "--eval-fraction .25").split()
+
+    def line(out, more=""):
+        return ["--model", folders(), "--data", data, "--chat-template", template, *fixed,
+                "--out", str(out), *more.split()]
+    return line
+
+
+@pytest.fixture(scope="session")
+def run(command, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "a" / "b"
+    return out, bake.main(command(out))
+
+
+def files_of(out):
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def read_log(out):
+    return [json.loads(line) for line in open(out / "metrics.jsonl")]
+
+
+def examples_of(out):
+    """The examples of a finished run, from its own files."""
+    drops = defaultdict(list)
+    args = parse(json.loads((out / "args.json").read_text())["model"])
+    chat = bake.Chat(Base(args.model), args)
+    read = bake.prepare(out, chat, drops, args)
+    rows = {json.dumps(e.messages): e for e in read}
+    examples = [e for e in read if e.response]
+    for line in open(out / "trajectories.jsonl"):
+        row = json.loads(line)
+        example = copy.copy(rows[json.dumps(row["messages"])])
+        example.response = row["ids"]
+        if set(row["ids"]) - {256}:
+            examples.append(example)
+    return examples
+
+
+def test_a_run_bakes(run):
+    """Held-out KL is halved, and is what plain passes find in what PEFT loads from the folder."""
+    out, report = run
+    assert report == json.loads((out / "report.json").read_text())
+    assert report["kl_after"] < 0.5 * report["kl_before"]
+    assert report["top1_after"] > report["top1_before"]
+    assert report["recovered"] == pytest.approx(1 - report["kl_after"] / report["kl_before"])
+    assert report["rows_dropped"] == 0 and report["held_out_questions"] == 3
+    assert {name for name in files_of(out)} - {".lock"} == set(
+        "README.md adapter_config.json adapter_model.safetensors args.json chat_template.jinja "
+        "examples.jsonl metrics.jsonl report.json tokenizer.json tokenizer_config.json "
+        "trajectories.jsonl".split())
+    log = read_log(out)
+    assert [entry["step"] for entry in log] == list(range(13))
+    assert log[-1]["eval_kl"] == report["kl_after"] and log[0]["eval_kl"] == report["kl_before"]
+    assert {"kl", "lr", "grad_norm"} <= log[1].keys()
+    assert len(list(open(out / "trajectories.jsonl"))) == 11 * 2
+
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["bias"], config["modules_to_save"]) == (16, "none", None)
+    assert config["target_modules"] == sorted(config["target_modules"])  # the same in every run
+    assert Path(config["base_model_name_or_path"]).is_absolute()
+    names = safetensors.torch.load_file(out / "adapter_model.safetensors")
+    assert names and all(re.search(r"lora_[AB]\.weight$", name) for name in names)
+    held_out = [e for e in examples_of(out) if e.held_out]
+    assert len(held_out) == report["held_out_responses"]
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(out).to(DEVICE)
+    with torch.no_grad():
+        kl = loop_kl(model, held_out).mean().item()
+    assert kl == pytest.approx(report["kl_after"], abs=1e-5)
+    assert AutoTokenizer.from_pretrained(out).chat_template == PLAIN + "{# given #}"
+
+
+def test_less_memory_is_the_same_bake(run, command, tmp_path):
+    other = bake.main(command(tmp_path, "--micro-batch-size 3 --gradient-checkpointing"))
+    assert other["kl_after"] == pytest.approx(run[1]["kl_after"], abs=1e-3)
+
+
+def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, capsys, monkeypatch):
+    """A finished run is neither run again nor overwritten; a refused one leaves no file behind."""
+    out, report = run
+    _, folder, _, data, *_ = command(out)
+    before = files_of(out)
+    rows = Path(data).read_bytes()
+    monkeypatch.setattr(bake, "load_model", None)
+    assert bake.main(command(out)) == report and "is done" in capsys.readouterr().out
+    monkeypatch.undo()
+    bad = write(tmp_path / "bad.jsonl", '{"prompt": "a", "completion": ""}\n{"prompt": 3}\n')
+    for where, more, reason in [
+            (out, "--lr .5", "with lr 0.01, found 0.5"),
+            (out, "--prompt x", "with prompt '', found 'x'"),
+            (folder, "", "files of something else"),
+            (tmp_path / "a", f"--prompt P --data {bad}", "l:2: expected role and text"),
+            (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "l: no row is left"),
+            (tmp_path / "a", "--data missing", "a file at --data missing, found FileNotFoundError")]:
+        refused(reason, bake.main, command(where, more))
+    assert not (tmp_path / "a").exists()
+    write(Path(data), rows + b"\n")
+    refused("with data_sha256", bake.main, command(out))
+    write(Path(data), rows)
+    with filelock.FileLock(out / ".lock"):
+        refused("no other run to be at work", bake.main, command(out))
+    assert files_of(out) == before
+
+
+def test_what_a_row_became_is_read_back(command, tmp_path, monkeypatch):
+    """A run that goes on renders and tokenises nothing, so no template or date can change it."""
+    monkeypatch.setattr(bake, "sample_responses", None)
+    refused("not callable", bake.main, command(tmp_path), error=TypeError)
+    before = (tmp_path / "examples.jsonl").read_bytes()
+    monkeypatch.undo()
+    monkeypatch.setattr(bake, "build_examples", None)
+    bake.main(command(tmp_path))
+    assert (tmp_path / "examples.jsonl").read_bytes() == before
+
+
+def test_law_9_training_goes_on_where_it_was(command, run, tmp_path, monkeypatch):
+    """An epoch, a crash (full disk, Ctrl-C, NaN) in each later one: the same bits at the end."""
+    write_bytes = Path.write_bytes
+    train_step = bake.train_step
+    steps = []
+
+    def write_half(path, data):
+        if "checkpoint.pt" in path.name and (tmp_path / "checkpoint.pt").exists():
+            write_bytes(path, data[:9])
+            raise OSError(28, "No space left on device")
+        return write_bytes(path, data)
+
+    def step(*arguments):
+        steps.append(len(steps))
+        if len(steps) == 2:
+            raise KeyboardInterrupt("in epoch 2")
+        return train_step(*arguments) * (math.nan if len(steps) == 4 else 1)
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    refused("No space left", bake.main, command(tmp_path), error=OSError)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    monkeypatch.setattr(bake, "train_step", step)
+    refused("in epoch 2", bake.main, command(tmp_path), error=KeyboardInterrupt)
+    refused(r"step 5: KL nan, gradient norm nan, in .*rows.jsonl:\d+", bake.main, command(tmp_path))
+    _, _, log = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert [entry["step"] for entry in log] == [0, 1, 2, 3]
+    assert bake.main(command(tmp_path)) == run[1]
+    for name in ("adapter_model.safetensors", "metrics.jsonl"):
+        assert (tmp_path / name).read_bytes() == (run[0] / name).read_bytes()
+
+
+def test_ctrl_c_ends_in_one_line(command, tmp_path):
+    program = [sys.executable, bake.__file__, *command(tmp_path, "--epochs 500")]
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "checkpoint.pt").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(2)
+    said = process.communicate()[1]
+    assert process.returncode == 1 and "Traceback" not in said
+    assert said.endswith("stopped: the same command goes on from what --out holds\n")
+
+
+KILLER = """
+import os, sys, threading, time, bake
+def phase(*args):  # the clock starts with the phase, and it is killed at its end at the latest
+    threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), 9)).start()
+    plain(*args)
+    time.sleep(60)
+plain = getattr(bake, sys.argv[1])
+setattr(bake, sys.argv[1], phase)
+bake.main(sys.argv[3:])
+"""
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="bit-identity is promised on the CPU")
+def test_law_9_a_run_survives_kill_9_at_any_moment(command, tmp_path):
+    more = "--batch-size 2 --trajectories 8 --epochs 2"
+    out = tmp_path / "killed"
+    rng = np.random.default_rng(0)
+    seen = set()
+    phases = {"sample_responses": 0.4, "teacher_targets": 0.2, "train": 0.6, "write_results": 0.1}
+    for phase, longest in phases.items():
+        for _ in range(3):
+            line = [phase, str(rng.random() * longest), *command(out, more)]
+            done = subprocess.run([sys.executable, "-c", KILLER, *line], cwd=ROOT,
+                                  capture_output=True, text=True)
+            assert "Traceback" not in done.stderr, done.stderr
+            seen.add(str(sorted(files_of(out))))
+    assert len(seen) >= 3, seen
+    assert bake.main(command(out, more)) == bake.main(command(tmp_path / "whole", more))
+    for name in ("adapter_model.safetensors", "trajectories.jsonl", "metrics.jsonl"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("before, after, held_out, note", [
+    (.5, .6, 9, "the bake failed"), (.5, .45, 9, "less than a fifth"), (.5, .05, 9, None),
+    (.0005, .0001, 9, "does nothing"), (.5, .1, 2, "fewer than 5"), (.5, .1, 0, "fewer than 5")])
+def test_a_bake_that_failed_says_so(before, after, held_out, note):
+    examples = [RowExample([], [], [1], where="", messages=[SYSTEM], question=f"q{i}")
+                for i in range(20)]
+    log = [{"step": 0, "eval_kl": before, "eval_top1": 0.5},
+           {"step": 1, "kl": 1.0, "eval_kl": after, "eval_top1": 0.5}]
+    drops = {"expected because": ["f:1", "f:2"]}
+    report = bake.make_report(examples, examples[:held_out], drops, log)
+    first, *notes = report["notes"]
+    assert first == "dropped 2: expected because (first: f:1)"
+    assert len(notes) == (note is not None) and (note or "") in "".join(notes).lower()
+    assert (report.get("recovered") is None) == (before < 1e-3 or held_out == 0)
+
+
+# ---------------------------------------------------------------------------------------- any input
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.text(max_size=3) | st.sampled_from("role content from value type text weight".split()),
+        inner, max_size=3), max_leaves=8)
+TURNS = st.lists(st.fixed_dictionaries({
+    "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+    "content": st.text(max_size=6) | JSON}), max_size=5)
+KEYS = "messages prompt completion response question ids system instruction input tools".split()
+ROW = JSON | st.dictionaries(st.sampled_from(KEYS), JSON | TURNS | st.text(max_size=9), max_size=4)
+TEXT = st.text("abAB<|>{}%é \n", min_size=1, max_size=9).filter(str.strip)
+
+
+@given(rows=st.lists(ROW, max_size=4), prompt=st.sampled_from(["", "Be a."]),
+       name=st.sampled_from(["f.jsonl", "f.json", "f.txt", "f.csv"]), noise=st.binary(max_size=5))
+@settings(max_examples=300)
+def test_law_10_any_file_is_read_or_refused_by_line(folders, tmp_path_factory, rows, prompt, name,
+                                                    noise):
+    """Whatever the file holds: examples for which laws 1 and 2 hold, or one line that says where."""
+    text = json.dumps(rows) if name == "f.json" else "\n".join(map(json.dumps, rows))
+    path = write(tmp_path_factory.getbasetemp() / name, text.encode() + noise)
+    chat = chat_for(folders())
+    args = parse("x", "--prompt", prompt, data=path)
+    try:
+        examples = bake.build_examples(bake.read_rows(path), chat, defaultdict(list), args)
+    except Refused as error:
+        assert path in str(error)
+        return
+    for e in examples:
+        assert e.response is None or set(e.response) - {256} and e.response[-1] == 256
+        assert e.teacher_prompt[-1] == e.student_prompt[-1]
+        assert e.teacher_prompt != e.student_prompt
+        decode = chat.tokenizer.decode
+        assert decode(e.student_prompt) in decode(e.teacher_prompt)
+
+
+@given(name=st.sampled_from(sorted(set(TEMPLATES) - {"opened", "leads", "channels"})), prompt=TEXT,
+       turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
+@settings(max_examples=150)
+def test_laws_1_and_2_for_any_template(folders, name, prompt, turns):
+    """The prompt is in the teacher's context alone; both end alike, in the response and a stop."""
+    chat = chat_for(folders(), TEMPLATES[name].template)
+    row = []
+    for asked, said in turns:
+        row += [user(asked), REPLY | {"content": said}]
+    examples, _ = built([dialog(*row)], chat, "--prompt", prompt)
+    decode = chat.tokenizer.decode
+    for e, (_, said) in zip(examples, turns, strict=True):
+        teacher = decode(e.teacher_prompt)
+        student = decode(e.student_prompt)
+        assert teacher.count(prompt.strip()) > student.count(prompt.strip())
+        assert decode(e.response).replace("<|end|>", "").strip() == said.strip()
+        assert e.response[-1] == 256 and e.response.count(256) == 1
+        assert teacher.rpartition("<|assistant|>")[2] == student.rpartition("<|assistant|>")[2]
+
+
+# ------------------------------------------------------------------------- Part 1, and the README
+def blocks_of(section):
+    """The indented blocks of a section of the README, as texts."""
+    text = "## \n" + (ROOT / "README.md").read_text()
+    body = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.S | re.M)[1]
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", body, re.M)
+    return [re.sub("^    ", "", block, flags=re.M).strip() + "\n" for block in blocks]
+
+
+def test_law_11_part_1_stands_alone(run, folders, tmp_path, monkeypatch):
+    """Cut out with its imports and executed in the README's loop, it gets what the run got."""
+    source = (ROOT / "bake.py").read_text()
+    imports = re.search(r"# Part 1 needs these alone.\n(.*?)\n# Part 2", source, re.S)[1]
+    part_1 = re.search(r"\n(# ===== Part 1.*?)# ===== Part 2", source, re.S)[1]
+    assert part_1.count("\n") <= 300
+    loop, = blocks_of("In your own code")
+    for usual, here in (("range(3)", "range(4)"), ("peak=1e-3", "peak=1e-2")):
+        assert usual in loop
+        loop = loop.replace(usual, here)
+    loop = re.sub("^from bake import.*\n", "", loop, flags=re.M)
+
+    out, report = run
+    read = examples_of(out)
+    printed = []
+    monkeypatch.setitem(sys.modules, "part_1", type(sys)("part_1"))
+    monkeypatch.chdir(tmp_path)
+    space = {"__name__": "part_1", "print": lambda *values: printed.append(values)}
+    exec(imports + part_1, space)
+    made = [space["Example"](e.teacher_prompt, e.student_prompt, e.response) for e in read]
+    space["examples"] = [x for x, e in zip(made, read) if not e.held_out]
+    space["held_out"] = [x for x, e in zip(made, read) if e.held_out]
+    space["model"], _ = bake.load_model(parse(folders(), "--rank", 16))
+    exec(loop, space)
+
+    before, *steps, after = printed
+    log = read_log(out)
+    assert np.mean(before[1], 0)[0] == pytest.approx(report["kl_before"], rel=1e-6)
+    assert np.mean(after[1], 0)[0] == pytest.approx(report["kl_after"], rel=1e-4)
+    assert [step for step, _, _ in steps] == [entry["step"] for entry in log[1:]]
+    assert [kl for _, kl, _ in steps] == pytest.approx([e["kl"] for e in log[1:]], rel=1e-4)
+    assert [norm for *_, norm in steps] == pytest.approx([e["grad_norm"] for e in log[1:]], rel=1e-4)
+
+
+def execute(block, out, folder):
+    """A block of the README, on the run in `out`, with what it writes in `folder`."""
+    space = {}
+    exec(block.replace("runs/mine", str(out)).replace("runs/", f"{folder}/"), space)
+    return space
+
+
+def test_the_readme_recipes(run, folders, tmp_path, capsys):
+    """Loading, merging, a second prompt on the merged model, and half-baking, as they are typed."""
+    out, _ = run
+    loading = [block for block in blocks_of("") if "generate" in block]
+    merge, second, half = blocks_of("Recipes")
+    loaded_model = execute(loading[0], out, tmp_path)["model"].to(DEVICE)
+    assert capsys.readouterr().out.strip()
+    execute(merge, out, tmp_path)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").to(DEVICE)
+    ids = torch.tensor([examples_of(out)[0].student_prompt], device=DEVICE)
+    with torch.no_grad():
+        baked = loaded_model(input_ids=ids).logits
+        assert (merged(input_ids=ids).logits - baked).abs().max() < 1e-4
+        halved = execute(half, out, tmp_path)["model"].to(DEVICE)(input_ids=ids).logits
+        base = AutoModelForCausalLM.from_pretrained(folders()).to(DEVICE)(input_ids=ids).logits
+    assert 0 < (halved - base).abs().mean() < (baked - base).abs().mean()
+    program, *line = second.replace("runs/", f"{tmp_path}/").split()[1:]
+    data = write(tmp_path / "one.jsonl", "\n".join(open(ROOT / line[3]).read().split("\n")[:4]))
+    line[3] = data
+    report = bake.main([*line, "--max-new-tokens", "4", "--epochs", "1", "--dtype", "float32"])
+    assert program == "bake.py" and report["kl_before"] > 0

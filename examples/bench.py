@@ -133,7 +133,7 @@ def process_memory(key: str) -> float:
     status = Path("/proc/self/status").read_text()
     return int(re.search(key + r":\s+(\d+)", status)[1]) / 1024
 
-# ------------------------------------------------ ways to form the gradient; each returns its loss
+# ------------------------------------------------- ways to form the gradient; each returns its loss
 def usual_logits(model, head, examples: list, side: str) -> torch.Tensor:
     """(B, R, V) logits that predict the response, cut out of those of all positions."""
     ids = torch.tensor([getattr(e, side) + e.response for e in examples], device=DEVICE)
@@ -247,15 +247,15 @@ def measure_rows(folder: Path):
             model.zero_grad()
         memory.append(process_memory("RssAnon"))
         first, _, last = [1000 * np.median(third) for third in np.array_split(times, 3)]
-        print(f"{count} rows: read in {loading:.1f} s, {1e6 * loading / count:.0f} us each; private MB: "
-              f"{memory[0]:.0f}, {memory[1]:.0f} after the targets, {memory[2]:.0f} after training; "
-              f"peak with files: {process_memory('VmHWM'):.0f}; ms a step: {first:.1f} in the first "
-              f"third, {last:.1f} in the last")
+        print(f"{count} rows: read in {loading:.1f} s, {1e6 * loading / count:.0f} us each")
+        print(f"  private MB: {memory[0]:.0f}, after the targets {memory[1]:.0f}, after training "
+              f"{memory[2]:.0f}; peak with mapped files {process_memory('VmHWM'):.0f}")
+        print(f"  ms a step: {first:.1f} in the first third, {last:.1f} in the last")
 
 def measure_steps(folder: Path):
     """Steps in all ways, behind prompts of several lengths."""
     model, head, _ = load_bench_model(folder)
-    print(f"batch {SIZES.batch}, tokens: {SIZES.question} of question, {SIZES.response} of response")
+    print(f"batch {SIZES.batch}, question {SIZES.question}, response {SIZES.response} tokens")
     print("prompt way           s/step tokens/s  x sft x dense  peak MB")
     path = folder / "targets"
     later = []
@@ -337,7 +337,7 @@ def measure_loss(folder: Path):
     assert large - small <= gradient / 2 ** 20
 
 def measure_sampling(folder: Path):
-    """Four responses to each of 8 questions: in one call behind the prefix, and one by one."""
+    """Four responses to each question: in one call behind the prefix, and one by one."""
     model, _, args = load_bench_model(folder)
     chat = bake.Chat(model, args)
     # A token that is next to never sampled: all responses have full length.
@@ -374,8 +374,9 @@ def measure_run(folder: Path):
         return tokenizer.decode(tokenizer(start + " and so on" * 600).input_ids[:tokens])
 
     rows = []
+    said = SIZES.response - 1
     for i in range(SIZES.run_rows):
-        rows.append({"prompt": text(f"Question {i}:", 12), "response": text(f"Answer {i}:", 63)})
+        rows.append({"prompt": text(f"Question {i}:", 12), "response": text(f"Answer {i}:", said)})
     data = folder / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     flags = ["--model", args.model, "--data", str(data), "--out", str(folder / "out"),
@@ -403,6 +404,7 @@ def main():
     if args.quick:
         vars(SIZES).update(QUICK_SIZES)
     transformers.utils.logging.disable_progress_bar()
+    os.environ["KINETO_LOG_LEVEL"] = "99"
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else torch.get_num_threads()
     print(f"{torch.__version__=} {transformers.__version__=} {device=}")
     with tempfile.TemporaryDirectory() as folder:
