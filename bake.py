@@ -53,7 +53,7 @@ from tqdm import tqdm
 
 @dataclass(eq=False)
 class Example:
-    """One response. The teacher reads teacher_prompt + response, the student student_prompt + it."""
+    """One response. Each side reads its own prompt, and then the response."""
     teacher_prompt: list[int]
     student_prompt: list[int]
     response: list[int]
@@ -156,7 +156,8 @@ def logits_of(matrix, factor: float, cap: float | None, states: torch.Tensor) ->
 def make_head(model):
     """-> the map from final hidden states (n, D) to logits (n, V), found by trying on a few tokens.
 
-    Raises ValueError if the known maps do not give the model's own logits."""
+    Raises ValueError if the known maps do not give the model's own logits, or if it is no causal
+    model: if what follows a token changes its state."""
     config = model.config.get_text_config()
     # Cohere and HyperCLOVA X multiply by a scale, Granite divides; Gemma 2, RecurrentGemma cap.
     scale = getattr(config, "logit_scale", None) or getattr(config, "logits_scaling", None) or 1
@@ -164,6 +165,9 @@ def make_head(model):
     ids = torch.arange(8, device=model.device)[None]  # (1, T)
     with torch.no_grad():
         states = run_trunk(model, ids).last_hidden_state
+        start = run_trunk(model, ids[:, :4]).last_hidden_state
+        if not agree(start, states[:, :4], 1e-4):
+            raise ValueError("it is not causal: a token's state depends on what follows it")
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
         for factor in (scale, 1 / scale):
             head = functools.partial(logits_of, model.get_output_embeddings(), factor, cap)
@@ -202,13 +206,13 @@ class Prefix:
         layers = self.cache.layers if self.length else []
         return not any(hasattr(x, "recurrent_states") or x.is_sliding for x in layers)
 
-def repeated(state, size: int):
-    """What a cache layer holds, for `size` rows: tensors of one row are repeated."""
-    if isinstance(state, dict):
-        return {key: repeated(value, size) for key, value in state.items()}
-    if torch.is_tensor(state) and state.dim() > 1 and len(state) == 1:
-        return state.repeat_interleave(size, 0)
-    return state
+def repeated(state, size: int, copied: bool = False):
+    """What a cache layer holds, for `size` rows: a view, or a copy where a call overwrites it."""
+    if isinstance(state, dict):  # convolution and recurrent states
+        return {key: repeated(value, size, copied=True) for key, value in state.items()}
+    if not torch.is_tensor(state) or state.dim() < 2 or len(state) > 1:
+        return state
+    return state.repeat_interleave(size, 0) if copied else state.expand(size, *state.shape[1:])
 
 def shared_prefix(model, prompts: list[list[int]]) -> Prefix:
     """Reads, once, the tokens that all prompts start with. Each prompt keeps one token to read.
@@ -287,9 +291,10 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
         return peak * step / rise
     return peak * 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise + 1)))
 
-# The number of tokens that a student's prefix has to save a batch before it saves time. On 2 CPU
-# cores it was measured; on a GPU, where launches cost more than tokens do, it was not.
-PAYS = {"cpu": 160, "cuda": 4096}
+# Saved tokens from which a student's prefix saves time. On 2 CPU cores a step took 1.17 of the time
+# with 24 saved tokens, .95 with 72, .92 with 168, .76 with 360. No GPU was measured: there, where
+# launches cost more than tokens, it waits for many.
+PAYS = {"cpu": 96, "cuda": 4096}
 
 def student_prefix(model, prompts: list[list[int]]) -> Prefix:
     """What the student prompts of a batch start with, read once, with gradient, where that pays."""
@@ -470,7 +475,9 @@ class Chat:
     def __init__(self, model, args):
         config = model.config.get_text_config()
         self.vocab = model.get_input_embeddings().num_embeddings
-        self.limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        names = ("max_position_embeddings", "max_seq_len")
+        limits = [getattr(config, name, None) or sys.maxsize for name in names]
+        self.limit = min(limits)
         self.template_kwargs = args.template_kwargs
         with expect(f"a tokenizer, and a stop token, in --model {args.model}"):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -506,7 +513,7 @@ class Chat:
         for message in messages:
             content = " ".join(message["content"].split())
             if message["role"] != "assistant" and (not content or content not in shown):
-                raise Refused(f"expected text, and a template that shows it, found {message!r:.200}")
+                raise Refused(f"expected text that the template shows, found {message!r:.200}")
             if any(token in content for token in self.control):
                 raise Refused(f"expected text without control tokens, found {message!r:.200}")
         return text
@@ -623,22 +630,42 @@ def cut_after_stop(ids: list[int], stops: list[int]) -> list[int]:
             return ids[:i + 1]
     return ids
 
+def pad_left(model, chat: Chat, prompts: list, prefix: Prefix) -> dict:
+    """B prompts -> the arguments of a call: (B, T) ids and mask, on top of the prefix's cache."""
+    n = prefix.length
+    width = max(map(len, prompts))
+    ids = torch.tensor([p[:n] + [-1] * (width - len(p)) + p[n:] for p in prompts])  # -1: padding
+    mask = (ids >= 0).long()
+    return {"input_ids": ids.clamp(min=0).to(model.device),
+            "attention_mask": mask.to(model.device)} | prefix.for_batch(len(ids))
+
 def generate(model, chat: Chat, prompts: list, prefix: Prefix, most: int, temperature: float):
     """B prompts -> B continuations of at most `most` ids, from one left-padded call."""
-    if not prefix.plain:
-        prefix = Prefix()  # padding behind it would enter a recurrent state, or take up a window
-    n = prefix.length
-    width = max(map(len, prompts))  # T
-    ids = torch.tensor([p[:n] + [-1] * (width - len(p)) + p[n:] for p in prompts])  # -1: padding
+    width = max(map(len, prompts))
     # A config of ours: what the model's own says of sampling would fill in what is unset.
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
         pad_token_id=chat.stop, eos_token_id=chat.stops, **sampling)
-    out = model.generate(input_ids=ids.clamp(min=0).to(model.device),
-                         attention_mask=(ids >= 0).long().to(model.device),
-                         **prefix.for_batch(len(ids)))
+    out = model.generate(**pad_left(model, chat, prompts, prefix))
     return [cut_after_stop(row, chat.stops) for row in out[:, width:].tolist()]
+
+def first_logits(model, chat: Chat, prompts: list, prefix: Prefix) -> torch.Tensor:
+    """-> (B, V) logits of the first token that a call would sample."""
+    out = model.generate(**pad_left(model, chat, prompts, prefix), max_new_tokens=1,
+                         return_dict_in_generate=True, output_logits=True)
+    return out.logits[0]
+
+def sampling_prefix(model, chat: Chat, prompts: list, prefix: Prefix) -> Prefix:
+    """The prefix, or none: that behind which padding changes nothing. Refused if there is none."""
+    if not prefix.plain:
+        prefix = Prefix()  # padding would enter a recurrent state, or take up a window
+    ends = [min(prompts, key=len), max(prompts, key=len)]
+    alone = torch.cat([first_logits(model, chat, [prompt], Prefix()) for prompt in ends])
+    for candidate in (prefix, Prefix()):
+        if agree(first_logits(model, chat, ends, candidate), alone, 1e-3):
+            return candidate
+    raise Refused("expected a model that masks padding, to sample responses: give it your own")
 
 def sample_responses(model, chat: Chat, examples: list, prefix, out: Path, drops, args) -> list:
     """Each example without a response becomes --trajectories examples with one.
@@ -649,6 +676,8 @@ def sample_responses(model, chat: Chat, examples: list, prefix, out: Path, drops
     asked.sort(key=lambda e: len(e.teacher_prompt), reverse=True)
     size = 4 * args.batch_size  # generating takes less memory than training
     with open(out / "trajectories.jsonl", "a+b") as file, teacher_mode(model):
+        if asked:
+            prefix = sampling_prefix(model, chat, [e.teacher_prompt for e in asked], prefix)
         file.seek(0)
         lines = [line for line in file if line.endswith(b"\n")]  # the last may be torn
         if len(lines) < len(asked):
@@ -679,6 +708,9 @@ def sample_responses(model, chat: Chat, examples: list, prefix, out: Path, drops
 # ---------------------------------------------------------------------- the run: model and training
 def load_model(args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
+    if os.path.exists(os.path.join(args.model, "adapter_config.json")):
+        raise Refused(f"expected a plain model, found an adapter in --model {args.model}: merge it "
+                      "first, with PEFT's merge_and_unload")
     with expect(f"--model {args.model} to be a causal language model, on --device {args.device}"):
         # The adapter names its base: an absolute path loads from anywhere.
         name = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
@@ -818,21 +850,26 @@ def write_results(model, chat: Chat, report: dict, out: Path):
     model.save_pretrained(out)
     chat.tokenizer.save_pretrained(out)
     write_whole(out / "report.json", json.dumps(report, indent=2))
-    for name in ("targets", "checkpoint.pt"):  # work in progress, and large
-        (out / name).unlink(missing_ok=True)
 
 # -------------------------------------------------------------------------- files: whole, or absent
 def write_whole(path: Path, data: str | bytes):
     """Whoever finds `path` finds all of it."""
     part = path.with_name(path.name + ".part")
-    part.write_bytes(data if isinstance(data, bytes) else data.encode())
+    with open(part, "wb") as file:
+        file.write(data if isinstance(data, bytes) else data.encode())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, path)
 
 def identity(args) -> dict:
-    """What makes a run the same run: its arguments, and what is in its data."""
+    """What makes a run the same run: its arguments, its data, and the files of its model."""
     with expect(f"a file at --data {args.data}"):
         data = Path(args.data).read_bytes()
-    return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest()}
+    files = []
+    if os.path.isdir(args.model):
+        for path in sorted(Path(args.model).iterdir()):
+            files.append([path.name, path.stat().st_size, path.stat().st_mtime])
+    return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files}
 
 @contextlib.contextmanager
 def claim(out: Path, args):
@@ -939,10 +976,13 @@ def bake(args, out: Path):
 def main(argv: list[str] | None = None) -> dict:
     """Runs, goes on with, or shows what the command line asks for -> its report."""
     args = parse_args(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     out = Path(args.out)
     with claim(out, args):
         if not (out / "report.json").exists():
             bake(args, out)
+        for name in ("targets", "checkpoint.pt"):  # work in progress, and large
+            (out / name).unlink(missing_ok=True)
         report = json.loads((out / "report.json").read_text())
     print(f"--- {out} is done")
     print(json.dumps(report, indent=2, ensure_ascii=False))

@@ -51,15 +51,12 @@ ROOT = Path(bake.__file__).parent
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]  # ids 256 to 260
 TURN = "<|{{ m.role }}|>{{ m.content | trim }}<|end|>"
 
-
 def template_of(turn, start="<|assistant|>"):
     """A chat template: `turn` for each message m, and then the start of an answer."""
     turns = "{% for m in messages %}" + turn + "{% endfor %}"
     return turns + "{% if add_generation_prompt %}{{ '" + start + "' }}{% endif %}"
 
-
 PLAIN = template_of(TURN)
-
 
 def make_tokenizer(template=PLAIN, pad="<|pad|>", bos=None):
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -67,7 +64,6 @@ def make_tokenizer(template=PLAIN, pad="<|pad|>", bos=None):
     return GPT2Tokenizer(vocab, [], eos_token="<|end|>", pad_token=pad, bos_token=bos,
                          unk_token=None, add_bos_token=bos, extra_special_tokens=SPECIAL,
                          chat_template=template)
-
 
 SIZE = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 512,
@@ -90,14 +86,16 @@ FAMILIES = {
     "FalconH1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
                  "mamba_chunk_size": 8},
 }
+BIDIRECTIONAL = {"Gemma3Text": {"head_dim": 8, "use_bidirectional_attention": True},
+                 "Bert": {"is_decoder": False}}
 NO_CACHE = ["Rwkv"]  # every prompt is read in full
 RECURRENT = ["Rwkv", "Mamba2", "FalconH1"]
-
 
 def make_model(folder, family="Llama", tokenizer=None):
     """A random model, scaled up until what it predicts is far from uniform, with its tokenizer."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZE | FAMILIES[family])
+    more = (FAMILIES | BIDIRECTIONAL)[family]
+    config = getattr(transformers, f"{family}Config")(**SIZE | more)
     model = AutoModelForCausalLM.from_config(config)
     for param in model.parameters():
         if param.dim() == 2:
@@ -105,7 +103,6 @@ def make_model(folder, family="Llama", tokenizer=None):
     model.save_pretrained(folder)
     (tokenizer or make_tokenizer()).save_pretrained(folder)
     return str(folder)
-
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
@@ -115,14 +112,12 @@ def folders(tmp_path_factory):
         return make_model(tmp_path_factory.mktemp(family), family)
     return folder
 
-
 def parse(model, *flags, **more):
     start = ["--model", str(model), "--data", "no", "--dtype", "float32", "--rank", "4"]
     args = bake.parse_args(start + [str(flag) for flag in flags])
     for name, value in more.items():
         setattr(args, name, value)
     return args
-
 
 def loaded(folder, *flags, **more):
     """-> model, head, arguments. The adapters do something: B is not zero."""
@@ -134,20 +129,16 @@ def loaded(folder, *flags, **more):
             torch.nn.init.normal_(param, std=0.05)
     return model, head, args
 
-
 @pytest.fixture(scope="session")
 def model64(folders):
     """GPT-NeoX, as its norms stay in fp64; Llama's go through fp32."""
     return loaded(folders("GPTNeoX"), dtype="float64")
 
-
 def lora(model):
     return [param for param in model.parameters() if param.requires_grad]
 
-
 def random_ids(rng, count):
     return rng.integers(0, 256, count).tolist()
-
 
 def make_examples(sizes, seed=0, shared=6):
     """[(teacher extra, student, response)] lengths -> examples, alike for `shared` tokens."""
@@ -161,10 +152,8 @@ def make_examples(sizes, seed=0, shared=6):
         examples.append(Example(teacher_prompt, student_prompt, random_ids(rng, length)))
     return examples
 
-
 def prefix_of(model, examples):
     return bake.exact_prefix(model, [e.teacher_prompt for e in examples])
-
 
 def fill_targets(model, examples, folder, prefix=None, batch_size=8):
     """Sets the examples' targets -> all of them, (N, D)."""
@@ -173,12 +162,10 @@ def fill_targets(model, examples, folder, prefix=None, batch_size=8):
     bake.teacher_targets(model, examples, prefix, Path(folder) / "targets", batch_size)
     return torch.cat([e.target for e in examples])
 
-
 def loop_log_probs(model, prompt, response):
     ids = torch.tensor([prompt + response], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, -len(response) - 1:-1]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
 
 def loop_kl(model, examples):
     """The reference: sample by sample, no padding, no cache, full logits, teacher run again."""
@@ -190,17 +177,14 @@ def loop_kl(model, examples):
         values.append((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     return torch.stack(values)
 
-
 def write(path, text):
     data = text if isinstance(text, bytes) else text.encode()
     path.write_bytes(data)
     return str(path)
 
-
 def refused(reason, call, *args, error=SystemExit):
     with pytest.raises(error, match=reason):
         call(*args)
-
 
 # ----------------------------------------------------------------------------------------- the loss
 def made_loss_case(lengths, double, seed):
@@ -221,7 +205,6 @@ def made_loss_case(lengths, double, seed):
     student = draw(*mask.shape, 8).masked_fill(~mask[..., None], math.nan)
     teacher = draw(*mask.shape, 8).masked_fill(~mask[..., None], math.nan)
     return student, teacher, mask, head
-
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), chunk=st.integers(1, 60),
        temperature=st.sampled_from([0.5, 1.0, 2.0]), double=st.booleans(),
@@ -247,7 +230,6 @@ def test_law_3_batched_kl_is_the_per_sample_loop(lengths, chunk, temperature, do
     assert_close(ours.grad[mask], theirs.grad[mask], atol=tight, rtol=tight)
     assert (ours.grad[~mask] == 0).all()
 
-
 def test_the_loss_pasted_elsewhere():
     """A head that is trained and a second backward are refused; a teacher gets no gradient."""
     student, teacher, mask, head = made_loss_case([3, 2], False, 0)
@@ -261,7 +243,6 @@ def test_the_loss_pasted_elsewhere():
     with pytest.raises(ValueError, match="freeze its parameters"):
         bake.batched_kl(student, teacher, mask, trained)
 
-
 def test_the_loss_under_autocast():
     """The head computes in bf16 there; the KL stays in fp32 and its gradient in the states' type."""
     student, teacher, mask, _ = made_loss_case([3, 2], False, 0)
@@ -274,14 +255,12 @@ def test_the_loss_under_autocast():
     assert kl.dtype == torch.float32 and student.grad.dtype == torch.float32
     assert_close(kl, expected, atol=0.02, rtol=0.02)
 
-
 def test_law_5_forward_kl_in_nats():
     """.9 ln(.9/.5) + .1 ln(.1/.5) = .5290 - .1609 = .3681; the reverse KL would be .5108."""
     p = torch.tensor([[.9, .1], [.5, .5], [.2, .8]]).double().log()
     q = torch.tensor([[.5, .5], [.9, .1], [.2, .8]]).double().log()
     kl = bake.token_kl(student_logits=q, teacher_logits=p)
     assert np.allclose(kl, [.3681, .5108, 0], atol=4.5e-5)
-
 
 @given(n=st.integers(1, 5), vocabulary=st.integers(2, 50) | st.just(50_000),
        scale=st.sampled_from([0.0, 1.0, 30.0]), near=st.booleans(), half=st.booleans(),
@@ -306,7 +285,6 @@ def test_law_5_token_kl_against_numpy(n, vocabulary, scale, near, half, seed):
     assert kl.dtype == torch.promote_types(dtype, torch.float32)
     assert (kl >= -atol).all() and (bake.token_kl(p, p) == 0).all()
 
-
 def test_kernel_launches_do_not_depend_on_the_batch_size():
     """One batched call: with the same number of chunks, 8 samples take the operators of 1."""
     moves = re.compile("copy|clone|empty|contiguous|reshape|view|as_strided|expand")
@@ -324,7 +302,6 @@ def test_kernel_launches_do_not_depend_on_the_batch_size():
         return {key: n for key, n in counts.items() if key[:6] == "aten::" and not moves.search(key)}
 
     assert operators(1, 16) == operators(8, 2)
-
 
 # ------------------------------------------------------------------------ gradients through the model
 @given(sizes=st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=5),
@@ -354,7 +331,6 @@ def test_laws_3_4_7_gradients_are_those_of_the_loop(model64, sizes, micro, share
     clipped = [grad / max(full_norm + 1e-6, 1) for grad in expected]
     assert_close([param.grad for param in params], clipped, atol=1e-9, rtol=1e-7)
 
-
 def test_law_7_the_student_prefix_is_used_where_it_pays(folders, tmp_path, monkeypatch):
     """One read of what a batch shares, behind which each row is shorter; not below the threshold."""
     model, head, _ = loaded(folders())
@@ -378,7 +354,6 @@ def test_law_7_the_student_prefix_is_used_where_it_pays(folders, tmp_path, monke
     bake.batch_kl(model, head, examples)
     assert len(widths) == 1
 
-
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT"])
 @pytest.mark.parametrize("flags", [[], ["--gradient-checkpointing"]])
 def test_law_6_an_empty_difference_is_nothing(folders, family, flags, tmp_path):
@@ -400,10 +375,8 @@ def test_law_6_an_empty_difference_is_nothing(folders, family, flags, tmp_path):
     log = bake.train(model, head, examples, [], args, tmp_path)
     assert all(entry["kl"] < 1e-7 for entry in log[1:]) and len(log) == 4
 
-
 def all_bits(model):
     return {name: t.cpu().numpy().tobytes() for name, t in model.state_dict().items()}
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
@@ -419,12 +392,16 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
     cached = fill_targets(model, examples, tmp_path, prefix)  # its use has not changed the cache
     assert_close(cached, plain, atol=1e-4, rtol=1e-4)
     assert_close(bake.batch_kl(model, head, examples), loop_kl(model, examples), atol=1e-5, rtol=1e-4)
-    if family not in NO_CACHE:  # RWKV has no mask for padding
-        chat = bake.Chat(model, args)
-        prompts = [e.teacher_prompt for e in examples]
-        with bake.teacher_mode(model):
-            alone = [bake.generate(model, chat, [p], Prefix(), 8, 0)[0] for p in prompts]
-            assert bake.generate(model, chat, prompts, prefix, 8, 0) == alone
+    chat = bake.Chat(model, args)
+    prompts = [e.teacher_prompt for e in examples]
+    with bake.teacher_mode(model):
+        alone = [bake.generate(model, chat, [p], Prefix(), 8, 0)[0] for p in prompts]
+        if family == "Rwkv":
+            refused("masks padding", bake.sampling_prefix, model, chat, prompts, prefix)
+        else:
+            usable = bake.sampling_prefix(model, chat, prompts, prefix)
+            assert usable.length == (prefix.length if prefix.plain else 0)
+            assert bake.generate(model, chat, prompts, usable, 8, 0) == alone
     before = all_bits(model)
     for e in examples:
         e.where = "row"
@@ -433,7 +410,6 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {name for name in before if "lora_" in name}
     assert changed == {name for name, param in model.named_parameters() if param.requires_grad}
-
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_bases(folders, dtype, tmp_path):
@@ -444,7 +420,6 @@ def test_half_precision_bases(folders, dtype, tmp_path):
     for tensor in (kl, *torch.autograd.grad(kl.sum(), lora(model))):
         assert tensor.dtype == torch.float32 and tensor.isfinite().all()
     assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
-
 
 def test_evaluation_is_in_order_and_counts_first_places(model64, tmp_path):
     model, head, _ = model64
@@ -459,7 +434,6 @@ def test_evaluation_is_in_order_and_counts_first_places(model64, tmp_path):
         student = loop_log_probs(model, e.student_prompt, e.response).argmax(-1)
         assert top1 == pytest.approx((teacher == student).float().mean().item())
 
-
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=80), size=st.integers(1, 9),
        seed=st.integers(0, 99), epoch=st.integers(0, 3))
 def test_the_order_is_a_function_of_seed_and_epoch(lengths, size, seed, epoch):
@@ -469,7 +443,6 @@ def test_the_order_is_a_function_of_seed_and_epoch(lengths, size, seed, epoch):
     flat = [e for batch in order for e in batch]
     assert sorted(map(id, flat)) == sorted(map(id, examples))
     assert sorted(map(len, order))[1:] == [size] * (len(order) - 1)
-
 
 def test_batches_pad_little():
     """Real tokens are 85 % of what is read, with lengths spread over 10 to 300."""
@@ -482,14 +455,12 @@ def test_batches_pad_little():
     assert sum(9 + lengths) / read >= 0.85
     assert made != bake.batches(examples, 8, seed=0, epoch=1)
 
-
 def test_the_learning_rate_rises_and_falls():
     usual = [bake.learning_rate(step, 10, 0.1, warmup=0.2) for step in range(1, 11)]
     late = [bake.learning_rate(step, 10, 0.1, warmup=0.99) for step in range(1, 11)]
     assert usual[:2] == [0.05, 0.1] and usual[1:] == sorted(usual[1:])[::-1] and usual[-1] > 0
     assert late == sorted(late) and late[-1] == 0.1
     assert 0 < bake.learning_rate(1, 10, 0.1, warmup=0) < 0.1
-
 
 # ----------------------------------------------------------------------------- data: rows and files
 SYSTEM = {"role": "system", "content": "S"}
@@ -498,14 +469,11 @@ REPLY = {"role": "assistant", "content": "Ho"}
 UNTRAINED = REPLY | {"weight": 0}
 PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
 
-
 def user(content):
     return {"role": "user", "content": content}
 
-
 def dialog(*turns, **more):
     return {"messages": list(turns)} | more
-
 
 ONE = [([USER], "Ho")]
 ASKED = [([USER], None)]
@@ -543,14 +511,12 @@ SHAPES = [  # what is read, and a row that says it
     ([([user("Hi\n\nyou")], "Ho")], {"instruction": "Hi", "context": "you", "response": "Ho"}),
 ]
 
-
 @pytest.mark.parametrize("expected, row", SHAPES)
 def test_every_shape_of_row(row, expected, tmp_path):
     assert bake.conversations(row, ["source", "id"]) == expected
     for name, text in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row], indent=1))):
         path = write(tmp_path / name, text)
         assert bake.read_rows(path) == [(f"{path}:1", row)]
-
 
 BAD_ROWS = [  # why, and the row
     ("an object, found 7", 7),
@@ -580,7 +546,6 @@ BAD_ROWS = [  # why, and the row
     (".*found user, assistant, user", {"prompt": "Hi", "completion": [REPLY, USER], "ids": [1]}),
 ]
 
-
 @pytest.mark.parametrize("reason, row", BAD_ROWS[:-1])
 def test_law_10_bad_rows_say_why(reason, row):
     """A key that is not read, an order that is none, or what is no text: refused, with the keys."""
@@ -588,7 +553,6 @@ def test_law_10_bad_rows_say_why(reason, row):
         with bake.expect("a row that can be used"):
             bake.conversations(row, [])
     refused(f"expected {reason}", read, error=Refused)
-
 
 def test_files(tmp_path):
     """BOM, CRLF, blank lines, U+2028 in strings, quotes and newlines in CSV, missing cells."""
@@ -617,7 +581,6 @@ def test_files(tmp_path):
         refused(reason, read, name, text)
     refused("No such file", bake.read_rows, str(tmp_path / "missing.jsonl"))
 
-
 # ------------------------------------------------------------------- prompts, templates, responses
 class Base:
     """What Chat asks of a model."""
@@ -628,20 +591,17 @@ class Base:
     def get_input_embeddings(self):
         return torch.nn.Embedding(272, 1)
 
-
 @functools.cache
 def chat_for(folder, template=PLAIN):
     args = parse(folder)
     args.chat_template = write(Path(folder) / "given.jinja", template)
     return bake.Chat(Base(folder), args)
 
-
 def built(rows, chat, *flags):
     """Rows -> examples, and what was dropped."""
     drops = defaultdict(list)
     places = [(f"f:{i}", row) for i, row in enumerate(rows, 1)]
     return bake.build_examples(places, chat, drops, parse("x", *flags)), drops
-
 
 HI = "<|user|>Hi<|end|><|assistant|>"
 FOLDED = "<|user|>PIRATE\n\nHi<|end|><|assistant|>"
@@ -652,12 +612,10 @@ MERGES = ("{% if m.role != 'system' %}<|{{ m.role }}|>"
           "{% if loop.index0 and loop.previtem.role == 'system' %}{{ loop.previtem.content }}\n"
           "{% endif %}{{ m.content }}<|end|>{% endif %}")
 
-
 def leading(text, start="<|assistant|>"):
     """A template that puts `text` before what an assistant says."""
     said = TURN.replace("}}|>", "}}|>{{ '%s' if m.role == 'assistant' }}" % text)
     return template_of(said, start)
-
 
 @dataclasses.dataclass
 class Case:
@@ -666,7 +624,6 @@ class Case:
     teacher: str = ARR + HI
     student: str = HI
     lead: str = ""
-
 
 TEMPLATES = {
     "plain": Case(PLAIN),
@@ -692,7 +649,6 @@ TEMPLATES = {
                    HI + "<think>\n", lead="\n</think>\n\n"),
 }
 
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_laws_1_and_2_chat_templates(folders, name):
     """The sides differ in the prompt alone; what leads into answers is in the response, once."""
@@ -710,7 +666,6 @@ def test_laws_1_and_2_chat_templates(folders, name):
     assert chat.fold_system == (case.teacher == FOLDED)
     (own,), _ = built([dialog(SYSTEM, USER)], chat, "--student-prompt", "Be.")
     assert decode(own.student_prompt) == case.teacher.replace("PIRATE", "Be.")
-
 
 @pytest.mark.parametrize("name, response, expected", [
     ("opened", "<think>\nH</think>Ho", "H</think>Ho<|end|>"),  # the prompt has opened it already
@@ -734,17 +689,16 @@ def test_thoughts_in_given_responses(folders, name, response, expected):
         (e,), _ = built(rows, chat, "--prompt", "P")
         assert chat.tokenizer.decode(e.response) == expected
 
-
 @pytest.mark.parametrize("prompt, row, reason, template", [
     ("", {"prompt": "Hi"}, "one prompt .*found neither", PLAIN),
     ("P", dialog(SYSTEM, USER), "one prompt .*found both", PLAIN),
     ("P", {"prompt": "\ud800"}, "found .*Error", PLAIN),
-    ("P", {"prompt": " "}, "expected text", PLAIN),
+    ("P", {"prompt": " "}, "expected text that", PLAIN),
     ("P", {"prompt": "a", "completion": "<|user|>"}, "without control tokens", PLAIN),
     ("", dialog(SYSTEM, user("a<|end|>")), "without control tokens", PLAIN),
     ("P" * 600, {"prompt": "Hi"}, "at most 512 tokens.* found 6", PLAIN),
     ("P", {"prompt": "Hi", "completion": "o" * 600}, "at most 512 tokens.* found 6", PLAIN),
-    ("P", dialog(USER, UNTRAINED, user("no")), "template that shows it, .*'no'",
+    ("P", dialog(USER, UNTRAINED, user("no")), "text that the template shows, .*'no'",
      "{{ messages[0].content + messages[1].content }}"),
     ("P", {"prompt": "Hi"}, "ends both prompts alike",
      PLAIN + "{{ '!' if messages[0].role == 'system' }}"),
@@ -760,7 +714,6 @@ def test_law_10_prompts_that_do_not_fit_together(folders, prompt, row, reason, t
     chat = chat_for(folders(), template)
     refused(f"f:1: .*{reason}", built, [row], chat, "--prompt", prompt)
 
-
 def test_rows_are_dropped_and_counted(folders):
     """Empty responses teach nothing and are dropped; bad rows only with --skip-bad-rows."""
     rows = [{"prompt": "a", "answer": " "}, 5, {"prompt": "b", "answer": "c"}, 6,
@@ -773,7 +726,6 @@ def test_rows_are_dropped_and_counted(folders):
                      "expected an object": ["f:2", "f:4"]}
     refused("no: no row is left. dropped 1: no response with", built, rows[:1], chat, "--prompt", "P")
 
-
 def test_law_1_sampled_ids_are_kept(folders):
     """They may hold control tokens, as a model may say them, and end without a stop token."""
     chat = chat_for(folders())
@@ -781,7 +733,6 @@ def test_law_1_sampled_ids_are_kept(folders):
         text = chat.decode(ids)
         (e,), _ = built([{"prompt": "Hi", "completion": text, "ids": ids}], chat, "--prompt", "P")
         assert e.response == ids
-
 
 @pytest.mark.parametrize("pad", [None, "<|end|>", "<|pad|>"])
 def test_one_bos_and_any_pad(folders, tmp_path, pad):
@@ -796,7 +747,6 @@ def test_one_bos_and_any_pad(folders, tmp_path, pad):
     assert vars(e) == vars(plain)
     assert e.teacher_prompt.count(257) == 2 and e.student_prompt.count(257) == 1
     assert e.response == [*own.encode("Ho", add_special_tokens=False), 256]
-
 
 class Merging:
     """A tokenizer that marks the start of a text with a space, and merges two spaces or lines."""
@@ -813,14 +763,12 @@ class Merging:
         pieces = re.findall("\n\n|  |.", text and " " + text, re.S)
         return [ord(piece) if len(piece) == 1 else 1000 for piece in pieces]
 
-
 @pytest.mark.parametrize("prompt, response, expected", [
     (">\n", "Ho", [72, 111, 0]), (">\n", "\nHo", [10, 72, 111, 0]), ("> ", " Ho", [32, 72, 111, 0])])
 def test_responses_are_encoded_as_the_model_would_emit_them(prompt, response, expected):
     """No mark of a text's start inside a response, no token over the seam with the prompt."""
     chat = Merging(prompt + response)
     assert bake.encode_response(chat, [], prompt, response) == expected
-
 
 def test_the_split_is_by_question():
     """All responses to a question are on one side, whatever the order; one question is trained."""
@@ -835,7 +783,6 @@ def test_the_split_is_by_question():
     bake.hold_out(examples[:1], 0.25, seed=0)
     assert not examples[0].held_out
 
-
 # ------------------------------------------------------------------------------------------ sampling
 class Sampler:
     """A model that records its generate calls, with what sampling needs beside it."""
@@ -849,7 +796,8 @@ class Sampler:
         self.model.generate = self.record
 
     def record(self, **arguments):
-        self.calls.append(arguments)
+        if "output_logits" not in arguments:  # that is the check of the padding
+            self.calls.append(arguments)
         return self.generate(**arguments)
 
     def run(self, rows, out):
@@ -858,10 +806,8 @@ class Sampler:
         return bake.sample_responses(self.model, self.chat, self.examples,
                                      prefix_of(self.model, self.examples), out, self.drops, self.args)
 
-
 def sides(examples):
     return [(e.teacher_prompt, e.student_prompt, e.response) for e in examples]
-
 
 def test_sampling_in_one_call(folders, tmp_path):
     """Each (row, trajectory) gets what it would get alone, and goes back to its row. The file is
@@ -881,12 +827,13 @@ def test_sampling_in_one_call(folders, tmp_path):
     again, _ = built([row for _, row in bake.read_rows(str(tmp_path / "trajectories.jsonl"))], s.chat)
     assert sides(again) == sides(sampled)
 
-
 def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_path):
     s = Sampler(folders(), "--trajectories", 1)
     said = {"a": [5, 6, 256, 9, 256, 256], "b": [256] * 6, "c": [1, 2, 3, 4, 5, 6]}
 
     def generate(input_ids, **arguments):
+        if "output_logits" in arguments:
+            return s.generate(input_ids=input_ids, **arguments)
         letters = [s.chat.tokenizer.decode(row[-3]) for row in input_ids]
         new = torch.tensor([said[letter] for letter in letters], device=DEVICE)
         return torch.cat([input_ids, new], 1)
@@ -896,7 +843,6 @@ def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_pat
     assert sorted((e.where, e.response) for e in out) == [("f:1", [5, 6, 256]),
                                                           ("f:3", [1, 2, 3, 4, 5, 6])]
     assert s.drops == {"a sampled response without text": ["f:2"]}
-
 
 def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     """A hostile generation_config does not leak in: first tokens are as the logits say. Its stop
@@ -920,7 +866,6 @@ def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     assert len(longest) == 6 and longest[-1] != 7
     assert not any(9 in ids[:-1] for ids in said)
 
-
 def test_interrupted_sampling_goes_on_behind_the_last_whole_batch(folders, tmp_path):
     """And no batch repeats the samples of another, though all prompts are alike here."""
     s = Sampler(folders(), "--trajectories", 12, "--batch-size", 1, "--temperature", 1)
@@ -936,7 +881,6 @@ def test_interrupted_sampling_goes_on_behind_the_last_whole_batch(folders, tmp_p
         done = 3 if at == len(whole) else whole[:at].count(b"\n") // 4
         assert len(s.calls) == 3 - done
 
-
 # --------------------------------------------------------------------------------- models and flags
 def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch):
     """Above all those whose logits make_head does not know: they would be trained wrongly."""
@@ -948,11 +892,12 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
     monkeypatch.setattr(bake, "logits_of", lambda *arguments: plain(*arguments) * 1.001)
     refused("see make_head", loaded, folders("Gemma2"))
     monkeypatch.undo()
+    for family in BIDIRECTIONAL:
+        refused("it is not causal", loaded, folders(family))
     refused(f"--model {tmp_path} to be a causal", loaded, tmp_path)  # an empty folder
     code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
     write(tmp_path / "config.json", json.dumps(code))
     refused("trust_remote_code", loaded, tmp_path)  # own.py is not even looked for
-
 
 def test_tokenizers_that_lack_something_are_refused(tmp_path):
     base = Base(make_model(tmp_path, tokenizer=make_tokenizer(None)))
@@ -963,13 +908,11 @@ def test_tokenizers_that_lack_something_are_refused(tmp_path):
         write(file, re.sub(r'"eos_token": "<.end.>"', '"eos_token": null', file.read_text()))
     refused("a stop token, in --model", bake.Chat, base, parse(tmp_path))
 
-
 @pytest.mark.parametrize("flags", [
     ["--epochs", 0], ["--lr", "nan"], ["--lr", "inf"], ["--template-kwargs", "{"],
     ["--batch-size", -1], ["--seed", 2 ** 64]])
 def test_flags_out_of_bounds(flags):
     refused(".", parse, "x", *flags)
-
 
 # ------------------------------------------------------------------------------- a run, end to end
 @pytest.fixture(scope="session")
@@ -989,20 +932,16 @@ def command(folders, tmp_path_factory):
                 "--out", str(out), *more.split()]
     return line
 
-
 @pytest.fixture(scope="session")
 def run(command, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "a" / "b"
     return out, bake.main(command(out))
 
-
 def files_of(out):
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
-
 def read_log(out):
     return [json.loads(line) for line in open(out / "metrics.jsonl")]
-
 
 def examples_of(out):
     """The examples of a finished run, from its own files."""
@@ -1019,7 +958,6 @@ def examples_of(out):
         if set(row["ids"]) - {256}:
             examples.append(example)
     return examples
-
 
 def test_a_run_bakes(run):
     """Held-out KL is halved, and is what plain passes find in what PEFT loads from the folder."""
@@ -1053,11 +991,9 @@ def test_a_run_bakes(run):
     assert kl == pytest.approx(report["kl_after"], abs=1e-5)
     assert AutoTokenizer.from_pretrained(out).chat_template == PLAIN + "{# given #}"
 
-
 def test_less_memory_is_the_same_bake(run, command, tmp_path):
     other = bake.main(command(tmp_path, "--micro-batch-size 3 --gradient-checkpointing"))
     assert other["kl_after"] == pytest.approx(run[1]["kl_after"], abs=1e-3)
-
 
 def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, capsys, monkeypatch):
     """A finished run is neither run again nor overwritten; a refused one leaves no file behind."""
@@ -1085,7 +1021,6 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
         refused("no other run to be at work", bake.main, command(out))
     assert files_of(out) == before
 
-
 def test_what_a_row_became_is_read_back(command, tmp_path, monkeypatch):
     """A run that goes on renders and tokenises nothing, so no template or date can change it."""
     monkeypatch.setattr(bake, "sample_responses", None)
@@ -1096,18 +1031,17 @@ def test_what_a_row_became_is_read_back(command, tmp_path, monkeypatch):
     bake.main(command(tmp_path))
     assert (tmp_path / "examples.jsonl").read_bytes() == before
 
-
 def test_law_9_training_goes_on_where_it_was(command, run, tmp_path, monkeypatch):
     """An epoch, a crash (full disk, Ctrl-C, NaN) in each later one: the same bits at the end."""
-    write_bytes = Path.write_bytes
+    write_whole = bake.write_whole
     train_step = bake.train_step
     steps = []
 
     def write_half(path, data):
-        if "checkpoint.pt" in path.name and (tmp_path / "checkpoint.pt").exists():
-            write_bytes(path, data[:9])
+        if path.name == "checkpoint.pt" and path.exists():
+            path.with_name("checkpoint.pt.part").write_bytes(data[:9])
             raise OSError(28, "No space left on device")
-        return write_bytes(path, data)
+        write_whole(path, data)
 
     def step(*arguments):
         steps.append(len(steps))
@@ -1115,9 +1049,9 @@ def test_law_9_training_goes_on_where_it_was(command, run, tmp_path, monkeypatch
             raise KeyboardInterrupt("in epoch 2")
         return train_step(*arguments) * (math.nan if len(steps) == 4 else 1)
 
-    monkeypatch.setattr(Path, "write_bytes", write_half)
+    monkeypatch.setattr(bake, "write_whole", write_half)
     refused("No space left", bake.main, command(tmp_path), error=OSError)
-    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    monkeypatch.setattr(bake, "write_whole", write_whole)
     monkeypatch.setattr(bake, "train_step", step)
     refused("in epoch 2", bake.main, command(tmp_path), error=KeyboardInterrupt)
     refused(r"step 5: KL nan, gradient norm nan, in .*rows.jsonl:\d+", bake.main, command(tmp_path))
@@ -1127,6 +1061,22 @@ def test_law_9_training_goes_on_where_it_was(command, run, tmp_path, monkeypatch
     for name in ("adapter_model.safetensors", "metrics.jsonl"):
         assert (tmp_path / name).read_bytes() == (run[0] / name).read_bytes()
 
+def test_law_9_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    """Whatever stops the writing, before it is on the disk the old file stands."""
+    bake.write_whole(tmp_path / "file", "old")
+    monkeypatch.setattr(bake.os, "fsync", lambda _: 1 / 0)
+    refused("", bake.write_whole, tmp_path / "file", "new", error=ZeroDivisionError)
+    assert (tmp_path / "file").read_text() == "old"
+
+def test_another_model_under_the_same_name_is_another_run(command, tmp_path):
+    line = command(tmp_path / "out", "--epochs 1 --trajectories 1")
+    line[1] = make_model(tmp_path / "model")
+    bake.main(line)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())  # written again, at another time
+    refused("with model_files", bake.main, line)
+    write(tmp_path / "model" / "adapter_config.json", "{}")
+    refused("found an adapter in --model .* merge it", loaded, tmp_path / "model")
 
 def test_ctrl_c_ends_in_one_line(command, tmp_path):
     program = [sys.executable, bake.__file__, *command(tmp_path, "--epochs 500")]
@@ -1138,7 +1088,6 @@ def test_ctrl_c_ends_in_one_line(command, tmp_path):
     assert process.returncode == 1 and "Traceback" not in said
     assert said.endswith("stopped: the same command goes on from what --out holds\n")
 
-
 KILLER = """
 import os, sys, threading, time, bake
 def phase(*args):  # the clock starts with the phase, and it is killed at its end at the latest
@@ -1149,7 +1098,6 @@ plain = getattr(bake, sys.argv[1])
 setattr(bake, sys.argv[1], phase)
 bake.main(sys.argv[3:])
 """
-
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="bit-identity is promised on the CPU")
 def test_law_9_a_run_survives_kill_9_at_any_moment(command, tmp_path):
@@ -1170,7 +1118,6 @@ def test_law_9_a_run_survives_kill_9_at_any_moment(command, tmp_path):
     for name in ("adapter_model.safetensors", "trajectories.jsonl", "metrics.jsonl"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
-
 @pytest.mark.parametrize("before, after, held_out, note", [
     (.5, .6, 9, "the bake failed"), (.5, .45, 9, "less than a fifth"), (.5, .05, 9, None),
     (.0005, .0001, 9, "does nothing"), (.5, .1, 2, "fewer than 5"), (.5, .1, 0, "fewer than 5")])
@@ -1186,7 +1133,6 @@ def test_a_bake_that_failed_says_so(before, after, held_out, note):
     assert len(notes) == (note is not None) and (note or "") in "".join(notes).lower()
     assert (report.get("recovered") is None) == (before < 1e-3 or held_out == 0)
 
-
 # ---------------------------------------------------------------------------------------- any input
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -1199,7 +1145,6 @@ TURNS = st.lists(st.fixed_dictionaries({
 KEYS = "messages prompt completion response question ids system instruction input tools".split()
 ROW = JSON | st.dictionaries(st.sampled_from(KEYS), JSON | TURNS | st.text(max_size=9), max_size=4)
 TEXT = st.text("abAB<|>{}%é \n", min_size=1, max_size=9).filter(str.strip)
-
 
 @given(rows=st.lists(ROW, max_size=4), prompt=st.sampled_from(["", "Be a."]),
        name=st.sampled_from(["f.jsonl", "f.json", "f.txt", "f.csv"]), noise=st.binary(max_size=5))
@@ -1223,7 +1168,6 @@ def test_law_10_any_file_is_read_or_refused_by_line(folders, tmp_path_factory, r
         decode = chat.tokenizer.decode
         assert decode(e.student_prompt) in decode(e.teacher_prompt)
 
-
 @given(name=st.sampled_from(sorted(set(TEMPLATES) - {"opened", "leads", "channels"})), prompt=TEXT,
        turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
 @settings(max_examples=150)
@@ -1243,7 +1187,6 @@ def test_laws_1_and_2_for_any_template(folders, name, prompt, turns):
         assert e.response[-1] == 256 and e.response.count(256) == 1
         assert teacher.rpartition("<|assistant|>")[2] == student.rpartition("<|assistant|>")[2]
 
-
 # ------------------------------------------------------------------------- Part 1, and the README
 def blocks_of(section):
     """The indented blocks of a section of the README, as texts."""
@@ -1251,7 +1194,6 @@ def blocks_of(section):
     body = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.S | re.M)[1]
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", body, re.M)
     return [re.sub("^    ", "", block, flags=re.M).strip() + "\n" for block in blocks]
-
 
 def test_law_11_part_1_stands_alone(run, folders, tmp_path, monkeypatch):
     """Cut out with its imports and executed in the README's loop, it gets what the run got."""
@@ -1286,13 +1228,11 @@ def test_law_11_part_1_stands_alone(run, folders, tmp_path, monkeypatch):
     assert [kl for _, kl, _ in steps] == pytest.approx([e["kl"] for e in log[1:]], rel=1e-4)
     assert [norm for *_, norm in steps] == pytest.approx([e["grad_norm"] for e in log[1:]], rel=1e-4)
 
-
 def execute(block, out, folder):
     """A block of the README, on the run in `out`, with what it writes in `folder`."""
     space = {}
     exec(block.replace("runs/mine", str(out)).replace("runs/", f"{folder}/"), space)
     return space
-
 
 def test_the_readme_recipes(run, folders, tmp_path, capsys):
     """Loading, merging, a second prompt on the merged model, and half-baking, as they are typed."""
