@@ -49,7 +49,7 @@ import transformers
 from tqdm import tqdm
 
 # ===== Part 1: the method ========================================================================
-# Paste it with its imports: it runs alone, on any causal language model with PEFT adapters.
+# Paste it with its imports: it runs alone, on causal models of transformers with LoRA by PEFT.
 
 @dataclass(eq=False)
 class Example:
@@ -71,13 +71,14 @@ def token_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor,
              temperature: float = 1.0) -> torch.Tensor:
     """(n, V), (n, V) -> (n,): KL(p ‖ q) = Σ_v p_v (log p_v − log q_v), in nats.
 
-    p is the teacher, q the student. This is the definition; batched_kl computes it in chunks."""
+    p is the teacher, q the student. This is the definition, which ChunkedKL computes in chunks; a
+    temperature divides both sides' logits, and the KL is not multiplied by its square."""
     log_q = log_probs(student_logits, temperature)
     log_p = log_probs(teacher_logits, temperature)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 class ChunkedKL(torch.autograd.Function):
-    """token_kl of head(student) and head(teacher), (M, D) each -> (M,), 0 but at the (N,) `rows`.
+    """token_kl of head(student) and head(teacher), (B * R, D) each, at the (N,) `rows` -> (B * R,).
 
     KL_i depends on row i alone, so its gradient is formed in the forward pass, while the logits of
     a chunk are there: ∂KL_i / ∂logits_i = (q_i − p_i) / temperature, and back through the head.
@@ -90,15 +91,15 @@ class ChunkedKL(torch.autograd.Function):
         ctx.grad = torch.zeros_like(student)
         for part in rows.split(chunk):
             hidden = student[part].detach().requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad():  # for the teacher too, to see whether the head is trained
                 logits = head(hidden)  # (chunk, V)
                 teacher_logits = head(teacher[part].detach())
             if teacher_logits.requires_grad:
                 raise ValueError("batched_kl gives a head no gradient: freeze its parameters")
-
             log_q = log_probs(logits.detach(), temperature)
             log_p = log_probs(teacher_logits, temperature)
             p = log_p.exp()
+            # Another loss is another line here, and its derivative in grad_logits.
             kl[part] = (p * (log_p - log_q)).sum(-1)
             if ctx.needs_input_grad[0]:
                 grad_logits = (log_q.exp() - p).to(logits.dtype) / temperature
@@ -149,15 +150,12 @@ def run_trunk(model, ids: torch.Tensor, use_cache: bool = False, **more):
 def logits_of(matrix, factor: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:
     """Final hidden states (n, D) -> logits (n, V)."""
     logits = matrix(states * factor)
-    if cap:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    return torch.tanh(logits / cap) * cap if cap else logits
 
 def make_head(model):
     """-> the map from final hidden states (n, D) to logits (n, V), found by trying on a few tokens.
 
-    Raises ValueError if the known maps do not give the model's own logits, or if it is no causal
-    model: if what follows a token changes its state."""
+    Raises ValueError if no known map gives the model's own logits, or if it is no causal model."""
     config = model.config.get_text_config()
     # Cohere and HyperCLOVA X multiply by a scale, Granite divides; Gemma 2, RecurrentGemma cap.
     scale = getattr(config, "logit_scale", None) or getattr(config, "logits_scaling", None) or 1
@@ -169,14 +167,14 @@ def make_head(model):
         if not agree(start, states[:, :4], 1e-4):
             raise ValueError("it is not causal: a token's state depends on what follows it")
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
-        for factor in (scale, 1 / scale):
+        for factor in (scale, 1 / scale):  # the name does not say which
             head = functools.partial(logits_of, model.get_output_embeddings(), factor, cap)
             if agree(head(states), logits, 1e-4):
                 return head
     raise ValueError("its logits are no known function of its final hidden states: see make_head")
 
 def agree(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """Whether they differ by rounding alone. tolerance: of the spread, in fp32."""
+    """Whether they differ by rounding alone. tolerance: of the spread; in half precision 2 %."""
     if expected.dtype in (torch.bfloat16, torch.float16):
         tolerance = 2e-2
     spread = expected.max() - expected.min()
@@ -201,7 +199,7 @@ class Prefix:
         return {self.argument: cache, "use_cache": True}
 
     @property
-    def plain(self) -> bool:
+    def full_attention(self) -> bool:
         """Whether every layer attends to all tokens: no window, no recurrent state."""
         layers = self.cache.layers if self.length else []
         return not any(hasattr(x, "recurrent_states") or x.is_sliding for x in layers)
@@ -217,7 +215,7 @@ def repeated(state, size: int, copied: bool = False):
 def shared_prefix(model, prompts: list[list[int]]) -> Prefix:
     """Reads, once, the tokens that all prompts start with. Each prompt keeps one token to read.
 
-    A model whose config says use_cache = False shares nothing."""
+    Set config.use_cache = False for a model whose cache is not exact: then nothing is shared."""
     common = os.path.commonprefix([prompt[:-1] for prompt in prompts])
     if not common or not model.config.get_text_config().use_cache:
         return Prefix()
@@ -241,9 +239,13 @@ def response_states(model, prompts: list, responses: list, prefix: Prefix) -> li
     return states
 
 # ---------------------------------------------- the targets: what the teacher says, once for all
+def sorted_by_length(examples: list, prompt: str) -> list:
+    """By the length of prompt and response. prompt: the name of the side's attribute."""
+    return sorted(examples, key=lambda e: len(getattr(e, prompt)) + len(e.response))
+
 def by_length(examples: list, size: int, prompt: str = "student_prompt") -> list[list]:
     """Batches of examples of similar length, so that little is padded."""
-    ordered = sorted(examples, key=lambda e: len(getattr(e, prompt)) + len(e.response))
+    ordered = sorted_by_length(examples, prompt)
     return [ordered[i:i + size] for i in range(0, len(ordered), size)]
 
 def teacher_targets(model, examples: list[Example], prefix: Prefix, path: Path, batch_size: int,
@@ -251,13 +253,14 @@ def teacher_targets(model, examples: list[Example], prefix: Prefix, path: Path, 
     """Runs the teacher over all examples, once, and sets every example.target.
 
     prefix: what the teacher prompts share, read in teacher_mode. The states go into one (N, D) file
-    at `path`, D numbers a token instead of V, which is renamed when it is whole."""
+    at `path`, D numbers a token instead of V, renamed when it is whole. progress: tqdm, for one."""
     part = path.with_name(path.name + ".part")
     with teacher_mode(model), open(part, "wb") as file:
         for batch in progress(by_length(examples, batch_size, "teacher_prompt")):
             prompts = [e.teacher_prompt for e in batch]
             states = response_states(model, prompts, [e.response for e in batch], prefix)
-            file.write(torch.cat(states).cpu().view(torch.uint8).numpy())
+            data = torch.cat(states).to(model.dtype).cpu()
+            file.write(data.view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
@@ -268,9 +271,10 @@ def read_targets(model, examples: list[Example], path: Path):
     tokens = sum(len(e.response) for e in examples)
     width = model.get_output_embeddings().weight.shape[1]
     targets = torch.from_file(str(path), size=tokens * width, dtype=model.dtype)
+    assert path.stat().st_size == targets.nbytes, "the targets of other examples"
     targets = targets.view(tokens, width)  # (N, D), read from the disk where it is used
     start = 0
-    for example in by_length(examples, len(examples), "teacher_prompt")[0]:
+    for example in sorted_by_length(examples, "teacher_prompt"):  # as they were written
         example.target = targets[start:start + len(example.response)]
         start += len(example.response)
 
@@ -285,21 +289,20 @@ def batches(examples: list, size: int, seed: int, epoch: int) -> list[list]:
     return [made[i] for i in rng.permutation(len(made))]
 
 def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
-    """Of step 1..steps: a linear rise over a share `warmup` of them, then half a cosine to 0."""
+    """At step 1, 2, ... steps: a linear rise over a share `warmup`, then half a cosine to 0."""
     rise = math.ceil(warmup * steps)
     if step <= rise:
         return peak * step / rise
     return peak * 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise + 1)))
 
-# Saved tokens from which a student's prefix saves time. On 2 CPU cores a step took 1.17 of the time
-# with 24 saved tokens, .95 with 72, .92 with 168, .76 with 360. No GPU was measured: there, where
-# launches cost more than tokens, it waits for many.
+# Saved tokens from which it pays. On 2 CPU cores a step took 1.17 of the time with 24 saved tokens,
+# .95 with 72, .92 with 168, .76 with 360. GPUs, whose launches cost more, were not measured.
 PAYS = {"cpu": 96, "cuda": 4096}
-
 def student_prefix(model, prompts: list[list[int]]) -> Prefix:
     """What the student prompts of a batch start with, read once, with gradient, where that pays."""
     saved = len(os.path.commonprefix(prompts)) * (len(prompts) - 1)
-    return shared_prefix(model, prompts) if saved >= PAYS[model.device.type] else Prefix()
+    pays = saved >= PAYS.get(model.device.type, PAYS["cuda"])
+    return shared_prefix(model, prompts) if pays else Prefix()
 
 def batch_states(model, examples: list[Example]) -> tuple:
     """-> student and teacher states, (B, R, D) each, and the (B, R) mask of real tokens."""
@@ -314,17 +317,16 @@ def batch_states(model, examples: list[Example]) -> tuple:
 
 def batch_kl(model, head, examples: list[Example], temperature: float = 1.0) -> torch.Tensor:
     """-> (B,) mean KL over each example's tokens, in nats, with gradient."""
-    student, teacher, mask = batch_states(model, examples)
-    return batched_kl(student, teacher, mask, head, temperature)
+    return batched_kl(*batch_states(model, examples), head, temperature)
 
 def train_step(model, head, batch: list[Example], params: list, micro_batch_size: int,
                temperature: float = 1.0) -> torch.Tensor:
-    """Leaves the clipped gradient of the mean KL in `params` -> [KL, norm before clipping]."""
+    """Leaves the mean KL's gradient, clipped to 1, in `params` -> [that KL, the norm before]."""
     total = 0.0
     for part in by_length(batch, micro_batch_size):
         loss = batch_kl(model, head, part, temperature).sum() / len(batch)
         loss.backward()
-        total += loss.detach()  # a tensor on the device: nothing in here waits for it
+        total += loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
     return torch.stack([total, norm])
 
@@ -337,20 +339,22 @@ def top1(student: torch.Tensor, teacher: torch.Tensor, head, chunk: int = 128) -
 
 @torch.no_grad()
 def evaluate(model, head, examples: list[Example], micro_batch_size: int) -> list[tuple]:
-    """-> for each example, in the order given, its (KL in nats per token, top-1 agreement)."""
+    """-> (KL in nats per token, top-1 agreement) of each example, in order, at temperature 1."""
     scores = {}
     for batch in by_length(examples, micro_batch_size):
         states = batch_states(model, batch)
         kl = batched_kl(*states, head).tolist()
-        for example, value, student, teacher, mask in zip(batch, kl, *states):
-            scores[example] = value, top1(student[mask], teacher[mask], head)
+        for example, value, student, teacher, real in zip(batch, kl, *states):
+            scores[example] = value, top1(student[real], teacher[real], head)
     return [scores[example] for example in examples]
 
 # ===== Part 2: the program =======================================================================
 # data -> rows -> examples -> sampled responses -> teacher targets -> training -> report
+# Start reading at `bake`, near the end: it is the order of these phases.
 
 class Refused(SystemExit):
-    """What the user gave cannot be used: this ends the run with one line, or drops a row."""
+    """What the user gave cannot be used: this ends the run with one line, or drops a row. It is no
+    Exception, so `expect` lets it pass."""
 
 @contextlib.contextmanager
 def expect(what: str):
@@ -392,8 +396,10 @@ def read_rows(path: str) -> list:
             raise ValueError("another kind of file")
     return [(f"{path}:{n}", row) for n, row in rows]
 
-def rename(record: dict, names: dict, read: list, ignored: list) -> dict:
-    """The record under standard names. Refused: keys that are not read, and two that become one."""
+def rename(record, names: dict, known: list, ignored: list) -> dict:
+    """The record under standard names. Refused: unknown keys, and two keys that become one."""
+    if not isinstance(record, dict):
+        raise Refused(f"expected an object with {', '.join(known)}, found {record!r:.200}")
     renamed = {}
     unread = []
     for key, value in record.items():
@@ -402,63 +408,75 @@ def rename(record: dict, names: dict, read: list, ignored: list) -> dict:
             continue
         if name in renamed:
             raise Refused(f"expected one {name}, found two among {', '.join(record)}")
-        if name in read:
+        if name in known:
             renamed[name] = value
         elif value not in ("", [], {}):
             unread.append(key)
     if unread:
         keys = ",".join(unread)
-        raise Refused(f"expected {', '.join(read)}, found {keys}: to leave it out, --ignore {keys}")
+        raise Refused(f"expected the keys {', '.join(known)}, found {keys}: to leave out what "
+                      f"is not read, --ignore {keys}")
     return renamed
 
-def read_messages(value, role: str, ignored: list) -> list[dict]:
-    """A list of messages, or a text that `role` says -> the same under standard names."""
+def read_text(content, role: str, ignored: list) -> str:
+    """A text, or a list of parts that are all text."""
+    if isinstance(content, list):
+        parts = [rename(part, {}, ["type", "text"], ignored) for part in content]
+        if all(part.get("type") == "text" and "text" in part for part in parts):
+            content = "".join(str(part["text"]) for part in parts)
+    if not isinstance(content, str):
+        raise Refused(f"expected text as the {role} message, found {content!r:.200}")
+    return content
+
+def read_messages(value, role: str, ignored: list) -> list:
+    """A list of messages, or a text that `role` says -> messages under standard names."""
     if not isinstance(value, list):
         value = [{"role": role, "content": value}]
     messages = []
     for message in value:
         message = rename(message, MESSAGE_NAMES, ["role", "content", "weight"], ignored)
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [rename(part, {}, ["type", "text"], ignored) for part in content]
-            content = "".join(part["text"] for part in parts)
-        if message.get("role") not in [*ROLES] or not isinstance(content, str):
-            raise Refused(f"expected role and text of {', '.join(ROLES)}, found {message!r:.200}")
-        messages.append(message | {"role": ROLES[message["role"]], "content": content})
+        role = message.get("role")
+        if role not in list(ROLES):
+            raise Refused(f"expected a role of {', '.join(ROLES)}, found {role!r:.200}")
+        content = read_text(message.get("content"), role, ignored)
+        messages.append(message | {"role": ROLES[role], "content": content})
     return messages
 
-def conversations(row: dict, ignored: list) -> list[tuple]:
-    """A row -> [(messages, response)]: a pair for each response to train on, with all that came
-    before it, and one with None where the row ends in a user's turn: it is to be sampled."""
-    if not isinstance(row, dict):
-        raise Refused(f"expected an object, found {row!r:.200}")
-    read = ["system", "messages", "prompt", "completion", "ids"]
-    if "instruction" in row:
-        read.append("input")  # as Alpaca and Dolly have it
-    row = rename(row, ROW_NAMES, read, ignored)
+def check_turns(messages: list):
+    """A system message or none, then a user and an assistant by turns."""
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    for i, role in enumerate(turns):
+        if role != ("user", "assistant")[i % 2]:
+            raise Refused("expected a system message or none, then a user's and an assistant's by "
+                          f"turns, found {', '.join(roles)}")
+
+def conversations(row, ignored: list) -> list[tuple]:
+    """A row -> [(messages, response, ids)]: one for each response to train on, with all that came
+    before it, and one with None where the row ends in a user's turn: that is to be sampled."""
+    known = ["system", "messages", "prompt", "completion", "ids"]
+    if isinstance(row, dict) and "instruction" in row:
+        known.append("input")  # as Alpaca and Dolly have it
+    row = rename(row, ROW_NAMES, known, ignored)
     if ("messages" in row) == ("prompt" in row):
         raise Refused(f"expected either messages or a prompt, found {', '.join(row) or 'neither'}")
     messages = read_messages(row.get("system") or [], "system", ignored)
     messages += read_messages(row.get("messages", row.get("prompt")), "user", ignored)
     if row.get("input"):
-        messages[-1]["content"] += "\n\n" + row["input"]
-    first = 0  # the first turn that may be trained on: beside a completion the others are context
-    if "messages" not in row or "completion" in row:
-        first = len(messages)
+        messages[-1]["content"] += "\n\n" + read_text(row["input"], "user", ignored)
+    # Beside a completion, and in a prompt, an assistant's turn is but context.
+    context = len(messages) if "prompt" in row or "completion" in row else 0
     messages += read_messages(row.get("completion", []), "assistant", ignored)
+    check_turns(messages)
 
-    turns = [m["role"] for m in messages if m is not messages[0] or m["role"] != "system"]
-    if turns != (["user", "assistant"] * len(turns))[:len(turns)]:
-        raise Refused("expected a system message or none, then a user's and an assistant's by "
-                      f"turns, found {', '.join(m['role'] for m in messages)}")
-    pairs = []
+    found = []
     for i, message in enumerate(messages):
         trained = str(message.get("weight")) not in ("0", "0.0", "False")
-        if i >= first and message["role"] == "assistant" and trained:
-            pairs.append((messages[:i], message["content"]))
-    if turns[-1:] == ["user"]:
-        pairs.append((messages, None))
-    return pairs
+        if i >= context and message["role"] == "assistant" and trained:
+            found.append((messages[:i], message["content"], row.get("ids")))
+    if messages and messages[-1]["role"] == "user":
+        found.append((messages, None, row.get("ids")))
+    return found
 
 # -------------------------------- prompts: teacher ids, student ids, and the response both end in
 @dataclass(eq=False, kw_only=True)
@@ -475,9 +493,9 @@ class Chat:
     def __init__(self, model, args):
         config = model.config.get_text_config()
         self.vocab = model.get_input_embeddings().num_embeddings
-        names = ("max_position_embeddings", "max_seq_len")
-        limits = [getattr(config, name, None) or sys.maxsize for name in names]
-        self.limit = min(limits)
+        self.limit = sys.maxsize
+        for name in ("max_position_embeddings", "max_seq_len"):
+            self.limit = min(self.limit, getattr(config, name, None) or sys.maxsize)
         self.template_kwargs = args.template_kwargs
         with expect(f"a tokenizer, and a stop token, in --model {args.model}"):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -486,17 +504,21 @@ class Chat:
             self.stops = [int(token) for token in ends if token is not None]
             self.stop = self.stops[0]
         if args.chat_template:
-            self.tokenizer.chat_template = Path(args.chat_template).read_text()
+            self.tokenizer.chat_template = args.chat_template
         tokens = self.tokenizer.added_tokens_decoder.values()
         self.control = [t.content for t in tokens if t.special or t.content.startswith("<|")]
+
+        # Without a place for a system message, it goes into the user's first turn.
         self.fold_system = False
         try:
-            self.render([{"role": "system", "content": "A"}, {"role": "user", "content": "B"}])
+            self.render([{"role": "system", "content": "Some system text."},
+                         {"role": "user", "content": "Some user text."}])
         except Refused:
-            self.fold_system = True  # there is no place for one: into the user's first turn
+            self.fold_system = True
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False).input_ids
+        with expect("text that the tokenizer takes"):
+            return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode([token for token in ids if token not in self.stops])
@@ -524,32 +546,43 @@ def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> l
     What the template puts between the two is part of it: a space, a channel, the end of a think
     block that the prompt opens. A whole empty block is not, as the model would not emit it."""
     whole = chat.render([*messages, {"role": "assistant", "content": response}], answer=False)
-    think = re.search(r"<(\w+)>\s*(</\1>)?\s*$", prompt)
-    closing = f"</{think[1]}>" if think else None
-    opened = think and not think[2]
+    think = re.search(r"<(\w+)>\s*(</\1>)?\s*$", prompt)  # opened there, or closed as well
+    opens = bool(think) and not think[2]
     start = prompt
-    if think and think[2] and not whole.startswith(prompt):
-        start = prompt[:think.start()]  # some templates show no block in a turn that is past
+    if think and not opens and not whole.startswith(prompt):
+        start = prompt[:think.start()]  # some templates leave the block out of turns that are past
     text = re.sub(r"^\s*<(\w+)>\s*</\1>\s*", "", whole.removeprefix(start))
-    if opened and closing in response:
+    if opens and f"</{think[1]}>" in response:
         text = response.removeprefix(think[0]).removeprefix(think[0].strip())
-    elif (not whole.startswith(start) or response.strip() not in text
-          or think and (closing in text) != opened):
+    fits = whole.startswith(start) and response.strip() in text
+    if think:
+        fits = (f"</{think[1]}>" in text) == opens and (fits or opens)
+    if not fits:
         raise Refused("expected a template that shows what the model says behind the prompt: have "
                       "the response sampled, or turn thinking off with --template-kwargs")
+
     # Some tokenizers mark the start of a text, and here is none: something stands before it. But
     # no token may reach over the seam.
     for before in (prompt[-20:], ":", ""):
         start = chat.encode(before)
         ids = chat.encode(before + text)
         if ids[:len(start)] == start:
-            return cut_after_stop(ids[len(start):] + [chat.stop], chat.stops)
+            break
+    return cut_after_stop(ids[len(start):] + [chat.stop], chat.stops)
+
+def check_ids(ids, response: str | None, chat: Chat):
+    """Ids that a row brings are what a model said: they may hold control tokens, as no text may."""
+    known = isinstance(ids, list) and all(type(i) is int and 0 <= i < chat.vocab for i in ids)
+    if not known or chat.decode(ids) != response or cut_after_stop(ids, chat.stops) != ids:
+        raise Refused("expected ids that are the completion's, with this model's tokenizer, found "
+                      "others: to encode the text anew, --ignore ids")
 
 def build_example(where: str, messages: list, response, ids, chat: Chat, args) -> RowExample:
-    """One (messages, response), and the ids that stand beside it -> the ids of both sides."""
-    if bool(args.prompt) == (messages[0]["role"] == "system"):
+    """One (messages, response), with its ids if the row has them -> the ids of both sides."""
+    own_prompt = messages[0]["role"] == "system"
+    if own_prompt and args.prompt or not own_prompt and not args.prompt:
         raise Refused("expected one prompt to bake, --prompt or the row's own system message, "
-                      f"found {'both' if args.prompt else 'neither'}")
+                      f"found {'both' if own_prompt else 'neither'}")
     if args.prompt:
         messages = [{"role": "system", "content": args.prompt}, *messages]
     student_messages = messages[1:]
@@ -560,32 +593,32 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
     if teacher_text[-20:] != student_text[-20:]:
         raise Refused("expected a template that ends both prompts alike, found "
                       f"{teacher_text[-20:]!r} and {student_text[-20:]!r}")
-    if ids and (chat.decode(ids) != response or cut_after_stop(ids, chat.stops) != ids):
-        raise Refused("expected ids that are the completion's, with this model's tokenizer, found "
-                      "others: to encode the text anew, --ignore ids")
-    if response and not ids:
+
+    if ids:
+        check_ids(ids, response, chat)
+    elif response:
         ids = encode_response(chat, messages, teacher_text, response)
     teacher_prompt = chat.encode(teacher_text)
     student_prompt = chat.encode(student_text)
-    read = max(teacher_prompt, student_prompt, key=len) + (ids or [0])
-    if len(read) > chat.limit or max(read) >= chat.vocab:
-        raise Refused(f"expected at most {chat.limit} tokens, the context, out of {chat.vocab}, "
-                      f"found {len(read)}, up to {max(read)}")
+    length = max(len(teacher_prompt), len(student_prompt)) + len(ids or [0])
+    if length > chat.limit:
+        raise Refused(f"expected at most {chat.limit} tokens, the context, found {length}")
+    largest = max(teacher_prompt + student_prompt + (ids or []))
+    if largest >= chat.vocab:
+        raise Refused(f"expected token ids below {chat.vocab}, the vocabulary, found {largest}")
     return RowExample(teacher_prompt, student_prompt, ids, where=where, messages=messages,
                       question=messages[1]["content"].strip())
 
 def build_examples(rows: list, chat: Chat, drops: dict, args) -> list[RowExample]:
-    """Rows -> examples; `drops` gets the places of the rows that are left out, by reason."""
+    """Rows -> examples; `drops` gets the places of what is left out, by reason."""
     examples = []
     for where, row in rows:
         try:
-            with expect("a row that can be used"):
-                pairs = conversations(row, args.ignore)
-                spoken = [pair for pair in pairs if pair[1] is None or pair[1].strip()]
-                built = [build_example(where, *p, row.get("ids"), chat, args) for p in spoken]
-            examples += built
-            if not pairs or len(spoken) < len(pairs):
+            found = conversations(row, args.ignore)
+            spoken = [one for one in found if one[1] is None or one[1].strip()]
+            if not found or len(spoken) < len(found):
                 drops["no response with text to train on"].append(where)
+            examples += [build_example(where, *one, chat, args) for one in spoken]
         except Refused as error:
             if not args.skip_bad_rows:
                 raise Refused(f"{where}: {error}")
@@ -595,7 +628,7 @@ def build_examples(rows: list, chat: Chat, drops: dict, args) -> list[RowExample
     return examples
 
 def hold_out(examples: list[RowExample], fraction: float, seed: int):
-    """Marks what a share of the questions got: all of one question is on one side."""
+    """Holds out a share of the questions, each with all its responses."""
     def shuffled(question):
         return hashlib.sha256(f"{seed} {question}".encode()).digest()
 
@@ -606,7 +639,7 @@ def hold_out(examples: list[RowExample], fraction: float, seed: int):
         example.held_out = example.question in held_out
 
 def prepare(out: Path, chat: Chat, drops: dict, args) -> list:
-    """What the rows become is written once: a run that goes on reads neither data nor template."""
+    """What the rows become is written once: a run that is resumed renders and tokenises nothing."""
     path = out / "examples.jsonl"
     if not path.exists():
         examples = build_examples(read_rows(args.data), chat, drops, args)
@@ -615,12 +648,14 @@ def prepare(out: Path, chat: Chat, drops: dict, args) -> list:
         write_whole(path, "\n".join(json.dumps(x) for x in [drops, *map(vars, examples)]))
     dropped, *lines = path.read_text().split("\n")
     drops.update(json.loads(dropped))
-    examples = [RowExample(**json.loads(line)) for line in lines]
-    first = examples[0]
-    decode = chat.tokenizer.decode
-    print(f"--- the teacher reads, in {first.where}:\n{decode(first.teacher_prompt)}")
-    print(f"--- the student reads:\n{decode(first.student_prompt)}")
-    return examples
+    return [RowExample(**json.loads(line)) for line in lines]
+
+def show_sides(chat: Chat, example: RowExample):
+    """What each side reads: the default system text of a template is seen here, for one."""
+    print(f"--- the teacher reads, in {example.where}:")
+    print(chat.tokenizer.decode(example.teacher_prompt))
+    print("--- the student reads:")
+    print(chat.tokenizer.decode(example.student_prompt))
 
 # -------------------------- sampling: the prompted model answers the rows that have no response
 def cut_after_stop(ids: list[int], stops: list[int]) -> list[int]:
@@ -630,7 +665,7 @@ def cut_after_stop(ids: list[int], stops: list[int]) -> list[int]:
             return ids[:i + 1]
     return ids
 
-def pad_left(model, chat: Chat, prompts: list, prefix: Prefix) -> dict:
+def pad_left(model, prompts: list, prefix: Prefix) -> dict:
     """B prompts -> the arguments of a call: (B, T) ids and mask, on top of the prefix's cache."""
     n = prefix.length
     width = max(map(len, prompts))
@@ -647,23 +682,23 @@ def generate(model, chat: Chat, prompts: list, prefix: Prefix, most: int, temper
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
         pad_token_id=chat.stop, eos_token_id=chat.stops, **sampling)
-    out = model.generate(**pad_left(model, chat, prompts, prefix))
+    out = model.generate(**pad_left(model, prompts, prefix))
     return [cut_after_stop(row, chat.stops) for row in out[:, width:].tolist()]
 
-def first_logits(model, chat: Chat, prompts: list, prefix: Prefix) -> torch.Tensor:
+def first_logits(model, prompts: list, prefix: Prefix) -> torch.Tensor:
     """-> (B, V) logits of the first token that a call would sample."""
-    out = model.generate(**pad_left(model, chat, prompts, prefix), max_new_tokens=1,
+    out = model.generate(**pad_left(model, prompts, prefix), max_new_tokens=1,
                          return_dict_in_generate=True, output_logits=True)
     return out.logits[0]
 
-def sampling_prefix(model, chat: Chat, prompts: list, prefix: Prefix) -> Prefix:
-    """The prefix, or none: that behind which padding changes nothing. Refused if there is none."""
-    if not prefix.plain:
+def sampling_prefix(model, prompts: list, prefix: Prefix) -> Prefix:
+    """The prefix if padding behind it changes nothing, or none. Refused if padding always does."""
+    if not prefix.full_attention:
         prefix = Prefix()  # padding would enter a recurrent state, or take up a window
-    ends = [min(prompts, key=len), max(prompts, key=len)]
-    alone = torch.cat([first_logits(model, chat, [prompt], Prefix()) for prompt in ends])
+    extremes = [min(prompts, key=len), max(prompts, key=len)]
+    alone = torch.cat([first_logits(model, [prompt], Prefix()) for prompt in extremes])
     for candidate in (prefix, Prefix()):
-        if agree(first_logits(model, chat, ends, candidate), alone, 1e-3):
+        if agree(first_logits(model, extremes, candidate), alone, 1e-3):
             return candidate
     raise Refused("expected a model that masks padding, to sample responses: give it your own")
 
@@ -677,22 +712,24 @@ def sample_responses(model, chat: Chat, examples: list, prefix, out: Path, drops
     size = 4 * args.batch_size  # generating takes less memory than training
     with open(out / "trajectories.jsonl", "a+b") as file, teacher_mode(model):
         if asked:
-            prefix = sampling_prefix(model, chat, [e.teacher_prompt for e in asked], prefix)
+            prefix = sampling_prefix(model, [e.teacher_prompt for e in asked], prefix)
         file.seek(0)
         lines = [line for line in file if line.endswith(b"\n")]  # the last may be torn
         if len(lines) < len(asked):
             del lines[len(lines) // size * size:]
         file.truncate(sum(map(len, lines)))
         for i in tqdm(range(len(lines), len(asked), size), "sampling", unit="batch"):
-            torch.manual_seed(args.seed + i)  # the same samples, interrupted or not
+            torch.manual_seed(args.seed * 2**32 + i)  # the same samples, interrupted or not
             batch = asked[i:i + size]
             said = generate(model, chat, [e.teacher_prompt for e in batch], prefix,
                             args.max_new_tokens, args.temperature)
+            new = []
             for example, ids in zip(batch, said):
                 row = {"messages": example.messages, "completion": chat.decode(ids), "ids": ids}
-                lines.append(json.dumps(row).encode() + b"\n")
-            file.writelines(lines[i:])
+                new.append(json.dumps(row).encode() + b"\n")
+            file.writelines(new)
             file.flush()
+            lines += new
 
     answered = [e for e in examples if e.response]
     for example, line in zip(asked, lines):
@@ -722,7 +759,7 @@ def load_model(args) -> tuple:
     if modules != "all-linear":
         modules = modules.split(",")
     torch.manual_seed(args.seed)  # of the LoRA matrices
-    config = peft.LoraConfig("CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
                              target_modules=modules)
     with expect(f"--target-modules {args.target_modules} to be linear layers of the model"):
         model = peft.get_peft_model(base, config).eval()
@@ -734,14 +771,17 @@ def load_model(args) -> tuple:
 
 def exact_prefix(model, prompts: list) -> Prefix:
     """What all prompts start with, if the model goes on from there as it reads a whole prompt."""
-    ends = [min(prompts, key=len), max(prompts, key=len)]
+    extremes = [min(prompts, key=len), max(prompts, key=len)]
     with teacher_mode(model):
-        whole = torch.cat(response_states(model, ends, [[0], [0]], Prefix()))
+        whole = torch.cat(response_states(model, extremes, [[0], [0]], Prefix()))
         try:
             prefix = shared_prefix(model, prompts)
-            if agree(torch.cat(response_states(model, ends, [[0], [0]], prefix)), whole, 1e-3):
+            behind = torch.cat(response_states(model, extremes, [[0], [0]], prefix))
+            if agree(behind, whole, 1e-3):
                 return prefix
             reason = "the states differ"
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # there are caches of many kinds
             reason = error
     print(f"this model does not go on from its cache, so all prompts are read in full: {reason}")
@@ -765,14 +805,15 @@ def held_out_scores(model, head, held_out: list, args) -> dict:
 
 def train(model, head, trained: list, held_out: list, args, out: Path) -> list[dict]:
     """Trains the adapters -> a dict for each step, as in OUT/metrics.jsonl; step 0 evaluates."""
-    prefix = exact_prefix(model, [e.student_prompt for e in trained])
-    if args.gradient_checkpointing or not prefix.plain:
-        # A layer that runs twice would fill a cache twice, and other states change in place.
+    prefix = exact_prefix(model, [[0, 0, 1], [0, 0, 2, 3]])
+    if args.gradient_checkpointing or not prefix.full_attention:
+        # No prefix for the student: a layer that runs twice would fill its cache twice, and a
+        # recurrent state is overwritten, which a gradient does not allow.
         model.config.get_text_config().use_cache = False
     if args.gradient_checkpointing:
         checkpoint_layers(model)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(params.values(), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(params.values(), weight_decay=0.0)  # each step sets its rate
     if (out / "checkpoint.pt").exists():
         weights, state, log = torch.load(out / "checkpoint.pt", weights_only=True)
         model.load_state_dict(weights, strict=False)
@@ -790,7 +831,8 @@ def train(model, head, trained: list, held_out: list, args, out: Path) -> list[d
                                   args.kl_temperature).tolist()
             if not math.isfinite(kl + norm):
                 raise Refused(f"step {step}: KL {kl}, gradient norm {norm}, in "
-                              f"{', '.join(e.where for e in batch)}: try --dtype float32")
+                              f"{', '.join(e.where for e in batch)}: try another --out with "
+                              "--dtype float32")
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
@@ -810,15 +852,16 @@ def save_checkpoint(out: Path, params: dict, optimizer, log: list):
 
 # ------------------------------------------------------------------------------------------- report
 def side_by_side(model, chat: Chat, examples: list, args) -> list:
-    """Three questions, answered greedily by the prompted and by the baked model."""
-    shown = list({e.question: e for e in examples}.values())[:3]
-    student_prompts = [e.student_prompt for e in shown]
-    teacher_prompts = [e.teacher_prompt for e in shown]
-    with teacher_mode(model):
-        prompted = generate(model, chat, teacher_prompts, Prefix(), args.max_new_tokens, 0)
-    baked = generate(model, chat, student_prompts, Prefix(), args.max_new_tokens, 0)
-    return [{"question": e.question, "prompted": chat.decode(p), "baked": chat.decode(b)}
-            for e, p, b in zip(shown, prompted, baked)]
+    """At most three questions, answered greedily by the prompted and by the baked model."""
+    table = []
+    for example in list({e.question: e for e in examples}.values())[:3]:
+        with teacher_mode(model):
+            prompted = generate(model, chat, [example.teacher_prompt], Prefix(),
+                                args.max_new_tokens, 0)
+        baked = generate(model, chat, [example.student_prompt], Prefix(), args.max_new_tokens, 0)
+        table.append({"question": example.question, "prompted": chat.decode(prompted[0]),
+                      "baked": chat.decode(baked[0])})
+    return table
 
 def drop_notes(drops: dict) -> list[str]:
     return [f"dropped {len(at)}: {reason} (first: {at[0]})" for reason, at in drops.items()]
@@ -826,7 +869,9 @@ def drop_notes(drops: dict) -> list[str]:
 def make_report(trained: list, held_out: list, drops: dict, log: list) -> dict:
     """Every number that the terminal shows and a paper prints, and plain words on them."""
     notes = drop_notes(drops)
-    report = {"rows_dropped": sum(map(len, drops.values())), "steps": len(log) - 1,
+    prompts = {e.messages[0]["content"] for e in trained}
+    report = {"prompt": prompts.pop() if len(prompts) == 1 else f"{len(prompts)} different ones",
+              "dropped": sum(map(len, drops.values())), "steps": len(log) - 1,
               "trained_responses": len(trained), "held_out_responses": len(held_out),
               "held_out_questions": len({e.question for e in held_out})}
     if report["held_out_questions"] < 5:
@@ -834,16 +879,17 @@ def make_report(trained: list, held_out: list, drops: dict, log: list) -> dict:
     if held_out:
         before = log[0]["eval_kl"]
         after = log[-1]["eval_kl"]
-        report |= {"kl_before": before, "kl_after": after, "recovered": 1 - after / before,
+        report |= {"kl_before": before, "kl_after": after, "recovered": None,
                    "top1_before": log[0]["eval_top1"], "top1_after": log[-1]["eval_top1"]}
         if before < 1e-3:
-            report["recovered"] = None
             notes.append("KL before is under 0.001: the prompt does nothing here to bake.")
-        elif after > before:
-            notes.append("Held-out KL rose, the bake failed: try a lower --lr.")
-        elif after > 0.8 * before:
-            notes.append("Less than a fifth was recovered: try more rows, --epochs or --rank.")
-    return report | {"prompt": trained[0].messages[0]["content"], "notes": notes}
+        else:
+            report["recovered"] = 1 - after / before
+            if after > before:
+                notes.append("Held-out KL rose, the bake failed: try a lower --lr.")
+            elif after > 0.8 * before:
+                notes.append("Less than a fifth was recovered: try more rows, --epochs or --rank.")
+    return report | {"notes": notes}
 
 def write_results(model, chat: Chat, report: dict, out: Path):
     """The adapter, and its report last: from there on the run is done."""
@@ -873,11 +919,12 @@ def identity(args) -> dict:
 
 @contextlib.contextmanager
 def claim(out: Path, args):
-    """Holds OUT for this run. Raises Refused if it is another's; a refused run leaves no trace."""
+    """Holds OUT for this run. Raises Refused if it is another's, or at work."""
+    may_change = {"out", "micro_batch_size", "gradient_checkpointing"}  # for one, to save memory
     new = identity(args)
     if (out / "args.json").exists():
         old = json.loads((out / "args.json").read_text())
-        for name in new.keys() - {"out"}:
+        for name in new.keys() - may_change:
             if old.get(name) != new[name]:
                 raise Refused(f"expected the run that --out {out} holds, with {name} "
                               f"{old.get(name)!r:.200}, found {new[name]!r:.200}")
@@ -892,8 +939,7 @@ def claim(out: Path, args):
     finally:
         lock.release()
         if not (out / "args.json").exists():
-            (out / ".lock").unlink(missing_ok=True)
-            out.rmdir()
+            (out / ".lock").unlink(missing_ok=True)  # a run that was refused leaves no file
 
 # ------------------------------------------------------------------------------------- command line
 FLAGS = {  # name: (default, meaning); what has no default is required
@@ -912,7 +958,7 @@ FLAGS = {  # name: (default, meaning); what has no default is required
     "alpha": (32.0, "LoRA alpha: updates are scaled by alpha / rank"),
     "target-modules": ("all-linear", "or names of linear layers, with commas between"),
     "epochs": (3, "passes over the training responses"),
-    "batch-size": (8, "responses per optimizer step"),
+    "batch-size": (8, "responses per optimizer step; 4 times as many are sampled at once"),
     "micro-batch-size": (8, "responses per forward pass: fewer save memory"),
     "lr": (1e-3, "peak learning rate of AdamW; then a cosine to 0"),
     "warmup": (0.1, "share of the steps in which it rises"),
@@ -940,10 +986,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("temperature", "eval_fraction", "seed", "warmup") else 1e-9
-        if type(value) in (int, float) and not least <= value < 2 ** 32:  # NaN is neither
-            parser.error(f"--{name.replace('_', '-')} {value}: expected more")
-    args.ignore = args.ignore.split(",")
+        below = 1 if name in ("eval_fraction", "warmup") else 2**32
+        if type(value) in (int, float) and not least <= value < below:  # NaN is neither
+            parser.error(f"--{name.replace('_', '-')} {value}: expected {least} to {below}")
+    args.ignore = [key.strip() for key in args.ignore.split(",") if key.strip()]
     args.template_kwargs = parse_json(args.template_kwargs, "--template-kwargs")
+    if args.chat_template:
+        with expect(f"a file at --chat-template {args.chat_template}"):
+            args.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.dtype == "auto":
@@ -955,17 +1005,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 # --------------------------------------------------------------------------------------------- main
 def bake(args, out: Path):
-    """From rows to a report. Each phase goes on from what OUT holds of it."""
+    """From rows to a report. Each phase resumes from what OUT holds of it."""
     drops = collections.defaultdict(list)
     model, head = load_model(args)
     chat = Chat(model, args)
     examples = prepare(out, chat, drops, args)
+    show_sides(chat, examples[0])
     prefix = exact_prefix(model, [e.teacher_prompt for e in examples])
     examples = sample_responses(model, chat, examples, prefix, out, drops, args)
     if (out / "targets").exists():
         read_targets(model, examples, out / "targets")
     else:
-        teacher_targets(model, examples, prefix, out / "targets", args.batch_size, tqdm)
+        teacher_targets(model, examples, prefix, out / "targets", args.micro_batch_size, tqdm)
     trained = [e for e in examples if not e.held_out]
     held_out = [e for e in examples if e.held_out]
     log = train(model, head, trained, held_out, args, out)
@@ -976,7 +1027,6 @@ def bake(args, out: Path):
 def main(argv: list[str] | None = None) -> dict:
     """Runs, goes on with, or shows what the command line asks for -> its report."""
     args = parse_args(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     out = Path(args.out)
     with claim(out, args):
         if not (out / "report.json").exists():
@@ -989,6 +1039,7 @@ def main(argv: list[str] | None = None) -> dict:
     return report
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     try:
         main()
     except KeyboardInterrupt:
