@@ -217,7 +217,7 @@ def shared_prefix(model, prompts: list[list[int]]) -> Prefix:
 
     Set config.use_cache = False for a model whose cache is not exact: then nothing is shared."""
     common = os.path.commonprefix([prompt[:-1] for prompt in prompts])
-    if not common or not model.config.get_text_config().use_cache:
+    if not common or not getattr(model.config.get_text_config(), "use_cache", True):
         return Prefix()
     output = run_trunk(model, torch.tensor([common], device=model.device), use_cache=True)
     argument = next(name for name in output if "past" in name or "cache" in name)
@@ -754,6 +754,7 @@ def load_model(args) -> tuple:
         base = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
         base = base.to(args.device).eval()
+        base.config.get_text_config().use_cache = True  # training often saves it as False
         head = make_head(base)
     modules = args.target_modules
     if modules != "all-linear":

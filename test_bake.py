@@ -95,7 +95,7 @@ def make_model(folder, family="Llama", tokenizer=None):
     """A random model, scaled up until what it predicts is far from uniform, with its tokenizer."""
     torch.manual_seed(0)
     more = (FAMILIES | BIDIRECTIONAL)[family]
-    config = getattr(transformers, f"{family}Config")(**SIZE | more)
+    config = getattr(transformers, f"{family}Config")(**SIZE | more, use_cache=False)
     model = AutoModelForCausalLM.from_config(config)
     for param in model.parameters():
         if param.dim() == 2:
@@ -349,6 +349,7 @@ def test_law_7_the_student_prefix_is_used_where_it_pays(folders, tmp_path, monke
         widths.clear()
         bake.batch_kl(model, head, examples)
         assert [tuple(width) for width in widths] == expected
+    assert model.config.use_cache
     model.config.use_cache = False
     widths.clear()
     bake.batch_kl(model, head, examples)
