@@ -8,13 +8,13 @@ predicts what it would predict with it, over the tokens of responses y:
     P_θu(y | x) ≈ P_θ(y | u, x)    by minimising    KL( P_θ(·|u,x) ‖ P_θu(·|x) )
 
 One network is both teacher (adapters off, sees u) and student (adapters on, does not). The KL is
-exact, over the whole vocabulary. However long u is, a step costs no more than plain fine-tuning:
+exact, over the whole vocabulary. However long u is, a step costs what plain fine-tuning costs:
   1. the teacher is frozen: its final hidden states are computed once and kept in a file;
   2. prompts start alike: the tokens that a batch has in common at the start are read once;
   3. only positions that predict the response meet the head, in chunks that form their gradient.
 
     $ python bake.py --model Qwen/Qwen3-0.6B --data examples/pirate.jsonl
-    $ python bake.py --model DIR --data questions.txt --prompt "You are ..." --out runs/mine
+    $ python bake.py --model DIR --data examples/questions.txt --prompt "You are ..."
 
 Part 1 is the method: paste it into your own code. Part 2 is the program around it.
 Left out: top-k approximations of the KL, sampling inside the training step, full fine-tuning.
@@ -758,7 +758,7 @@ def load_model(args) -> tuple:
         head = make_head(base)
     modules = args.target_modules
     if modules != "all-linear":
-        modules = modules.split(",")
+        modules = [name.strip() for name in modules.split(",")]
     torch.manual_seed(args.seed)  # of the LoRA matrices
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
                              target_modules=modules)

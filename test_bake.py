@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -1234,6 +1235,14 @@ def test_law_11_part_1_stands_alone(run, folders, tmp_path, monkeypatch):
     assert [step for step, _, _ in steps] == [entry["step"] for entry in log[1:]]
     assert [kl for _, kl, _ in steps] == pytest.approx([e["kl"] for e in log[1:]], rel=1e-4)
     assert [norm for *_, norm in steps] == pytest.approx([e["grad_norm"] for e in log[1:]], rel=1e-4)
+
+def test_the_commands_of_the_readme_are_commands():
+    """Every line that calls bake.py parses, and the files that it names are there."""
+    commands = re.findall(r"^    python bake.py (.*)$", (ROOT / "README.md").read_text(), re.M)
+    for line in commands:
+        args = bake.parse_args(shlex.split(line))
+        assert (ROOT / args.data).exists()
+    assert len(commands) == 3 and (ROOT / "examples/prompts/french.txt").exists()
 
 def execute(block, out, folder):
     """A block of the README, on the run in `out`, with what it writes in `folder`."""
