@@ -125,7 +125,6 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
     Raises ValueError if the head has parameters that require a gradient."""
     if chunk is None:
         chunk = 512 if student.is_cuda else 128
-    # A mask on the CPU spares a wait for the GPU here.
     rows = mask.flatten().nonzero().squeeze(1).to(student.device, non_blocking=True)  # (N,)
     counts = mask.sum(1).clamp(min=1).to(student.device, non_blocking=True)
     kl = ChunkedKL.apply(student.flatten(0, 1), teacher.flatten(0, 1), rows, head, temperature,
@@ -213,15 +212,16 @@ def repeated(state, size: int, copied: bool = False):
     return state.repeat_interleave(size, 0) if copied else state.expand(size, *state.shape[1:])
 
 def shared_prefix(model, prompts: list[list[int]]) -> Prefix:
-    """Reads, once, the tokens that all prompts start with. Each prompt keeps one token to read.
-
-    Set config.use_cache = False for a model whose cache is not exact: then nothing is shared."""
+    """Reads once what all prompts start with, but for the last token of each. For a model whose
+    cache is not exact, set config.use_cache = False: then nothing is shared."""
     common = os.path.commonprefix([prompt[:-1] for prompt in prompts])
     if not common or not getattr(model.config.get_text_config(), "use_cache", True):
         return Prefix()
     output = run_trunk(model, torch.tensor([common], device=model.device), use_cache=True)
-    argument = next(name for name in output if "past" in name or "cache" in name)
-    return Prefix(len(common), output[argument], argument)
+    for argument in output:
+        if "past" in argument or "cache" in argument:
+            return Prefix(len(common), output[argument], argument)
+    raise ValueError("this model returns no KV cache: set its config.use_cache = False")
 
 def response_states(model, prompts: list, responses: list, prefix: Prefix) -> list[torch.Tensor]:
     """-> for each pair the (R, D) final hidden states that predict the response.
@@ -229,6 +229,8 @@ def response_states(model, prompts: list, responses: list, prefix: Prefix) -> li
     A response at [s, e) is predicted at [s-1, e-1), so its last token is never read. The padding is
     on the right, where a causal model needs no mask."""
     prompts = [prompt[prefix.length:] for prompt in prompts]
+    if not all(prompts) or not all(responses):
+        raise ValueError("expected at least one token in each prompt and response")
     ids = [torch.tensor(prompt + response[:-1]) for prompt, response in zip(prompts, responses)]
     ids = pad_sequence(ids, batch_first=True).to(model.device, non_blocking=True)  # (B, T)
     output = run_trunk(model, ids, **prefix.for_batch(len(ids)))
@@ -259,8 +261,7 @@ def teacher_targets(model, examples: list[Example], prefix: Prefix, path: Path, 
         for batch in progress(by_length(examples, batch_size, "teacher_prompt")):
             prompts = [e.teacher_prompt for e in batch]
             states = response_states(model, prompts, [e.response for e in batch], prefix)
-            data = torch.cat(states).to(model.dtype).cpu()
-            file.write(data.view(torch.uint8).numpy())
+            file.write(torch.cat(states).to(model.dtype).cpu().view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
@@ -311,8 +312,7 @@ def batch_states(model, examples: list[Example]) -> tuple:
     student = response_states(model, prompts, responses, student_prefix(model, prompts))
     student = pad_sequence(student, batch_first=True)
     teacher = pad_sequence([e.target for e in examples], batch_first=True)
-    real = [torch.ones(len(response), dtype=torch.bool) for response in responses]
-    mask = pad_sequence(real, batch_first=True)
+    mask = pad_sequence([torch.ones(len(r), dtype=torch.bool) for r in responses], batch_first=True)
     return student, teacher.to(student.device, non_blocking=True), mask
 
 def batch_kl(model, head, examples: list[Example], temperature: float = 1.0) -> torch.Tensor:
@@ -373,9 +373,15 @@ MESSAGE_NAMES = {"from": "role", "value": "content"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
 
-def parse_json(line: str, where: str):
+def unique(pairs: list) -> dict:
+    """A JSON object. Of a key that stands twice, one value would be lost in silence."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"a key twice among {', '.join(key for key, _ in pairs)}")
+    return dict(pairs)
+
+def parse_json(text: str, where: str):
     with expect(f"JSON in {where}"):
-        return json.loads(line)
+        return json.loads(text, object_pairs_hook=unique)
 
 def read_rows(path: str) -> list:
     """A data file -> [(file:line, row)]. Raises Refused where it cannot be parsed."""
@@ -388,8 +394,9 @@ def read_rows(path: str) -> list:
         elif kind == ".csv":
             reader = csv.DictReader(io.StringIO(text), strict=True, restkey="(beyond the header)")
             rows = [(reader.line_num, row) for row in reader]
+            unique([(name, "") for name in reader.fieldnames or []])
         elif kind == ".json" and text.lstrip().startswith("["):
-            rows = enumerate(json.loads(text), 1)  # the numbers of rows: lines mean nothing here
+            rows = enumerate(parse_json(text, path), 1)  # the numbers of rows, not of lines
         elif kind in (".jsonl", ".json"):
             rows = [(n, parse_json(line, f"{path}:{n}")) for n, line in lines]
         else:
@@ -404,13 +411,13 @@ def rename(record, names: dict, known: list, ignored: list) -> dict:
     unread = []
     for key, value in record.items():
         name = names.get(key, key)
-        if value is None or key in ignored:
+        if value is None or value == [] or key in ignored:
             continue
         if name in renamed:
             raise Refused(f"expected one {name}, found two among {', '.join(record)}")
         if name in known:
             renamed[name] = value
-        elif value not in ("", [], {}):
+        elif value not in ("", {}):
             unread.append(key)
     if unread:
         keys = ",".join(unread)
@@ -422,8 +429,9 @@ def read_text(content, role: str, ignored: list) -> str:
     """A text, or a list of parts that are all text."""
     if isinstance(content, list):
         parts = [rename(part, {}, ["type", "text"], ignored) for part in content]
-        if all(part.get("type") == "text" and "text" in part for part in parts):
-            content = "".join(str(part["text"]) for part in parts)
+        texts = [part.get("text") for part in parts if part.get("type") == "text"]
+        if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+            content = "".join(texts)
     if not isinstance(content, str):
         raise Refused(f"expected text as the {role} message, found {content!r:.200}")
     return content
@@ -438,6 +446,8 @@ def read_messages(value, role: str, ignored: list) -> list:
         role = message.get("role")
         if role not in list(ROLES):
             raise Refused(f"expected a role of {', '.join(ROLES)}, found {role!r:.200}")
+        if message.get("weight", 1) not in (0, 1, "0", "1"):
+            raise Refused(f"expected a weight of 0 or 1, found {message['weight']!r:.200}")
         content = read_text(message.get("content"), role, ignored)
         messages.append(message | {"role": ROLES[role], "content": content})
     return messages
@@ -460,10 +470,15 @@ def conversations(row, ignored: list) -> list[tuple]:
     row = rename(row, ROW_NAMES, known, ignored)
     if ("messages" in row) == ("prompt" in row):
         raise Refused(f"expected either messages or a prompt, found {', '.join(row) or 'neither'}")
-    messages = read_messages(row.get("system") or [], "system", ignored)
+    if not isinstance(row.get("messages", []), list):
+        raise Refused(f"expected a list of messages, found {row['messages']!r:.200}")
+    if row.get("input", "") != "":
+        texts = [read_text(row[key], "user", ignored) for key in ("prompt", "input")]
+        row["prompt"] = "\n\n".join(texts)
+    messages = []
+    if row.get("system", "") != "":
+        messages = read_messages(row["system"], "system", ignored)
     messages += read_messages(row.get("messages", row.get("prompt")), "user", ignored)
-    if row.get("input"):
-        messages[-1]["content"] += "\n\n" + read_text(row["input"], "user", ignored)
     # Beside a completion, and in a prompt, an assistant's turn is but context.
     context = len(messages) if "prompt" in row or "completion" in row else 0
     messages += read_messages(row.get("completion", []), "assistant", ignored)
@@ -471,7 +486,7 @@ def conversations(row, ignored: list) -> list[tuple]:
 
     found = []
     for i, message in enumerate(messages):
-        trained = str(message.get("weight")) not in ("0", "0.0", "False")
+        trained = message.get("weight", 1) in (1, "1")
         if i >= context and message["role"] == "assistant" and trained:
             found.append((messages[:i], message["content"], row.get("ids")))
     if messages and messages[-1]["role"] == "user":
@@ -506,15 +521,19 @@ class Chat:
         if args.chat_template:
             self.tokenizer.chat_template = args.chat_template
         tokens = self.tokenizer.added_tokens_decoder.values()
-        self.control = [t.content for t in tokens if t.special or t.content.startswith("<|")]
+        marks = ("<|", "<｜")
+        self.control = [t.content for t in tokens if t.special or t.content.startswith(marks)]
 
-        # Without a place for a system message, it goes into the user's first turn.
+        probe = [{"role": "system", "content": "Some system text."},
+                 {"role": "user", "content": "Some user text."}]
         self.fold_system = False
         try:
-            self.render([{"role": "system", "content": "Some system text."},
-                         {"role": "user", "content": "Some user text."}])
+            prompt = self.render(probe)
         except Refused:
+            # Without a place for a system message, it goes into the user's first turn.
             self.fold_system = True
+            prompt = self.render(probe)
+        self.tail = prompt.rpartition("Some user text.")[2]  # with it every prompt ends
 
     def encode(self, text: str) -> list[int]:
         with expect("text that the tokenizer takes"):
@@ -551,7 +570,10 @@ def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> l
     start = prompt
     if think and not opens and not whole.startswith(prompt):
         start = prompt[:think.start()]  # some templates leave the block out of turns that are past
-    text = re.sub(r"^\s*<(\w+)>\s*</\1>\s*", "", whole.removeprefix(start))
+    text = whole.removeprefix(start)
+    empty = re.match(r"\s*<(\w+)>\s*</\1>\s*", text)
+    if empty and not response.strip().startswith(empty[0].strip()):
+        text = text.removeprefix(empty[0])
     if opens and f"</{think[1]}>" in response:
         text = response.removeprefix(think[0]).removeprefix(think[0].strip())
     fits = whole.startswith(start) and response.strip() in text
@@ -590,11 +612,12 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
         student_messages = [{"role": "system", "content": args.student_prompt}, *student_messages]
     teacher_text = chat.render(messages)
     student_text = chat.render(student_messages)
-    if teacher_text[-20:] != student_text[-20:]:
-        raise Refused("expected a template that ends both prompts alike, found "
-                      f"{teacher_text[-20:]!r} and {student_text[-20:]!r}")
+    for text in (teacher_text, student_text):
+        if not text.endswith(chat.tail):
+            raise Refused(f"expected a template that ends all prompts alike, in {chat.tail!r}, "
+                          f"found {text[-60:]!r}")
 
-    if ids:
+    if ids is not None:
         check_ids(ids, response, chat)
     elif response:
         ids = encode_response(chat, messages, teacher_text, response)
@@ -915,12 +938,15 @@ def identity(args) -> dict:
     files = []
     if os.path.isdir(args.model):
         for path in sorted(Path(args.model).iterdir()):
-            files.append([path.name, path.stat().st_size, path.stat().st_mtime])
+            if path.is_file():
+                files.append([path.name, path.stat().st_size, path.stat().st_mtime])
     return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files}
 
 @contextlib.contextmanager
 def claim(out: Path, args):
     """Holds OUT for this run. Raises Refused if it is another's, or at work."""
+    with expect(f"--out {out} to be a folder"):
+        out.mkdir(parents=True, exist_ok=True)
     may_change = {"out", "micro_batch_size", "gradient_checkpointing"}  # for one, to save memory
     new = identity(args)
     if (out / "args.json").exists():
@@ -929,9 +955,8 @@ def claim(out: Path, args):
             if old.get(name) != new[name]:
                 raise Refused(f"expected the run that --out {out} holds, with {name} "
                               f"{old.get(name)!r:.200}, found {new[name]!r:.200}")
-    elif out.exists() and set(os.listdir(out)) - {".lock"}:
+    elif set(os.listdir(out)) - {".lock", "args.json.part"}:
         raise Refused(f"expected a new folder as --out {out}, found files of something else")
-    out.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out / ".lock")
     with expect(f"no other run to be at work in --out {out}"):
         lock.acquire(blocking=False)

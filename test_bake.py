@@ -423,6 +423,11 @@ def test_half_precision_bases(folders, dtype, tmp_path):
         assert tensor.dtype == torch.float32 and tensor.isfinite().all()
     assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
 
+def test_an_example_has_a_token_of_each(model64):
+    model, head, _ = model64
+    for example in (Example([1], [], [2], torch.ones(1, 32)), Example([1], [1], [])):
+        refused("at least one token", bake.batch_kl, model, head, [example], error=ValueError)
+
 def test_evaluation_is_in_order_and_counts_first_places(model64, tmp_path):
     model, head, _ = model64
     examples = make_examples([(3, 4, 2), (1, 9, 7), (2, 2, 5)])
@@ -504,6 +509,7 @@ SHAPES = [  # what is read, and a row that says it
     (ASKED, dialog(USER)),
     (ASKED, {"prompt": "Hi"}),
     (ASKED, {"query": "Hi", "completion": None}),
+    (ASKED, {"prompt": "Hi", "completion": []}),
     (found(([SYSTEM, USER], None)), {"system": "S", "prompt": "Hi"}),
     (found(([SYSTEM, USER], None)), {"system_prompt": "S", "question": "Hi"}),
     (found(([SYSTEM, USER], None)), dialog(SYSTEM | {"role": "developer"}, USER)),
@@ -548,6 +554,12 @@ BAD_ROWS = [  # why, and the row
     ("text as the user message, found 7", {"instruction": "Hi", "input": 7}),
     ("text as the assistant message, found 3", {"prompt": "Hi", "completion": 3}),
     ("an object with role, content, weight, found 7", dialog(7)),
+    ("a list of messages, found", {"messages": "Hi"}),
+    ("text as the user message, found 0", {"instruction": "Hi", "input": 0}),
+    ("the keys type, text, found role", {"instruction": [USER], "input": "you"}),
+    ("text as the system message, found False", {"prompt": "Hi", "system": False}),
+    ("text as the user message, found .*'value'", dialog(user([PARTS[0] | {"text": {"value": 1}}]))),
+    ("a weight of 0 or 1, found 0.5", dialog(USER, REPLY | {"weight": 0.5})),
     (".*found assistant, user", dialog(REPLY, USER)),
     (".*found user, assistant, assistant", dialog(USER, REPLY, completion="Ho")),
     (".*found user, user", dialog(USER, USER)),
@@ -579,7 +591,9 @@ def test_files(tmp_path):
     for name, text, reason in [
             ("c.csv", 'a,b\n"c,d\ne,f', "c.csv to be .*unexpected end of data"),
             ("d.csv", 'a,b\n"c,d\n"e,f', "d.csv to be .*',' expected after '\"'"),
-            ("c.json", '[{"a": 1},]', "c.json to be .*line 1 column"),
+            ("e.csv", "prompt,answer,answer\na,b,c", "a key twice among prompt, answer, answer"),
+            ("d.jsonl", '{"a": 1, "a": 2}', "d.jsonl:1, found ValueError: a key twice among a, a"),
+            ("c.json", '[{"a": 1},]', "c.json, found .*line 1 column"),
             ("c.jsonl", '{"prompt": "a"}\n{"prom', "JSON in .*c.jsonl:2, found JSONDecodeError"),
             ("c.txt", b"a\xff", "c.txt to be .* in UTF-8, found UnicodeDecodeError"),
             ("c.xml", "x", "c.xml to be .*another kind")]:
@@ -705,9 +719,10 @@ def test_thoughts_in_given_responses(folders, name, response, expected):
     ("P", {"prompt": "Hi", "completion": "o" * 600}, "at most 512 tokens.* found 6", PLAIN),
     ("P", dialog(USER, UNTRAINED, user("no")), "text that the template shows, .*'no'",
      "{{ messages[0].content + messages[1].content }}"),
-    ("P", {"prompt": "Hi"}, "ends both prompts alike",
+    ("P", {"prompt": "Hi"}, "ends all prompts alike",
      PLAIN + "{{ '!' if messages[0].role == 'system' }}"),
-    ("P", {"prompt": "Hi"}, "that the chat template takes.*nope", "{{ raise_exception('nope') }}"),
+    ("P", dialog(USER, UNTRAINED, USER), "that the chat template takes.*nope",
+     PLAIN + "{{ raise_exception('nope') if messages[2] }}"),
     ("P", {"prompt": "Hi", "completion": "Ho", "ids": [1]}, "ids that are the completion's", PLAIN),
     ("P", {"prompt": "Hi", "completion": "Ho", "ids": [256, 72, 111]}, "ids that are", PLAIN),
     ("P", {"prompt": "Hi", "completion": "Ho", "ids": ["x"]}, "ids that are", PLAIN),
@@ -834,6 +849,12 @@ def test_sampling_in_one_call(folders, tmp_path):
     again, _ = built([row for _, row in bake.read_rows(str(tmp_path / "trajectories.jsonl"))], s.chat)
     assert sides(again) == sides(sampled)
 
+def test_short_questions_end_alike_behind_short_marks(folders):
+    """What both sides end in is what follows the question, however short the two are."""
+    template = "{% for m in messages %}[{{ m.role[0] }}] {{ m.content }}{% endfor %}/"
+    (e,), _ = built([{"prompt": "Hi"}], chat_for(folders(), template), "--prompt", "P")
+    assert chat_for(folders(), template).tokenizer.decode(e.student_prompt) == "[u] Hi/"
+
 def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_path):
     s = Sampler(folders(), "--trajectories", 1)
     said = {"a": [5, 6, 256, 9, 256, 256], "b": [256] * 6, "c": [1, 2, 3, 4, 5, 6]}
@@ -908,8 +929,7 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
 
 def test_tokenizers_that_lack_something_are_refused(tmp_path):
     base = Base(make_model(tmp_path, tokenizer=make_tokenizer(None)))
-    chat = bake.Chat(base, parse(tmp_path))
-    refused("f:1: .*chat_template is not set", built, [{"prompt": "Hi"}], chat, "--prompt", "P")
+    refused("chat_template is not set", bake.Chat, base, parse(tmp_path))
     base.generation_config.eos_token_id = None
     for file in tmp_path.glob("tokenizer*.json"):
         write(file, re.sub(r'"eos_token": "<.end.>"', '"eos_token": null', file.read_text()))
@@ -1017,7 +1037,7 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
     for where, more, reason in [
             (out, "--lr .5", "with lr 0.01, found 0.5"),
             (out, "--prompt x", "with prompt '', found 'x'"),
-            (folder, "", "files of something else"),
+            (folder, "", "files of something else"), (data, "", "to be a folder"),
             (tmp_path / "a", f"--prompt P --data {bad}", "l:2: expected text as the user"),
             (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "l: no row is left"),
             (tmp_path / "a", "--data missing", "a file at --data missing, found FileNotFoundError")]:
