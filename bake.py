@@ -296,8 +296,8 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
         return peak * step / rise
     return peak * 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise + 1)))
 
-# Saved tokens from which it pays. On 2 CPU cores a step took 1.17 of the time with 24 saved tokens,
-# .95 with 72, .92 with 168, .76 with 360. GPUs, whose launches cost more, were not measured.
+# Saved tokens from which it pays: on 2 CPU cores a step took .99-1.17 of the time with 24 of them,
+# .95 with 72, .89-.92 with 168, .76-.91 with 360. GPUs, whose launches cost more: not measured.
 PAYS = {"cpu": 96, "cuda": 4096}
 def student_prefix(model, prompts: list[list[int]]) -> Prefix:
     """What the student prompts of a batch start with, read once, with gradient, where that pays."""
@@ -419,6 +419,7 @@ def rename(record, names: dict, known: list, ignored: list) -> dict:
             renamed[name] = value
         elif value not in ("", {}):
             unread.append(key)
+
     if unread:
         keys = ",".join(unread)
         raise Refused(f"expected the keys {', '.join(known)}, found {keys}: to leave out what "
@@ -468,6 +469,7 @@ def conversations(row, ignored: list) -> list[tuple]:
     if isinstance(row, dict) and "instruction" in row:
         known.append("input")  # as Alpaca and Dolly have it
     row = rename(row, ROW_NAMES, known, ignored)
+
     if ("messages" in row) == ("prompt" in row):
         raise Refused(f"expected either messages or a prompt, found {', '.join(row) or 'neither'}")
     if not isinstance(row.get("messages", []), list):
@@ -475,6 +477,7 @@ def conversations(row, ignored: list) -> list[tuple]:
     if row.get("input", "") != "":
         texts = [read_text(row[key], "user", ignored) for key in ("prompt", "input")]
         row["prompt"] = "\n\n".join(texts)
+
     messages = []
     if row.get("system", "") != "":
         messages = read_messages(row["system"], "system", ignored)
@@ -512,6 +515,7 @@ class Chat:
         for name in ("max_position_embeddings", "max_seq_len"):
             self.limit = min(self.limit, getattr(config, name, None) or sys.maxsize)
         self.template_kwargs = args.template_kwargs
+
         with expect(f"a tokenizer, and a stop token, in --model {args.model}"):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(
                 args.model, trust_remote_code=args.trust_remote_code)
@@ -521,6 +525,7 @@ class Chat:
         if args.chat_template:
             self.tokenizer.chat_template = args.chat_template
         tokens = self.tokenizer.added_tokens_decoder.values()
+
         marks = ("<|", "<｜")
         self.control = [t.content for t in tokens if t.special or t.content.startswith(marks)]
 
@@ -550,6 +555,7 @@ class Chat:
         with expect("messages (and --template-kwargs) that the chat template takes"):
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=answer, **self.template_kwargs)
+
         shown = " ".join(text.split())  # some templates fold white space
         for message in messages:
             content = " ".join(message["content"].split())
@@ -574,6 +580,7 @@ def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> l
     empty = re.match(r"\s*<(\w+)>\s*</\1>\s*", text)
     if empty and not response.strip().startswith(empty[0].strip()):
         text = text.removeprefix(empty[0])
+
     if opens and f"</{think[1]}>" in response:
         text = response.removeprefix(think[0]).removeprefix(think[0].strip())
     fits = whole.startswith(start) and response.strip() in text
@@ -610,6 +617,7 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
     student_messages = messages[1:]
     if args.student_prompt:
         student_messages = [{"role": "system", "content": args.student_prompt}, *student_messages]
+
     teacher_text = chat.render(messages)
     student_text = chat.render(student_messages)
     for text in (teacher_text, student_text):
@@ -621,6 +629,7 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
         check_ids(ids, response, chat)
     elif response:
         ids = encode_response(chat, messages, teacher_text, response)
+
     teacher_prompt = chat.encode(teacher_text)
     student_prompt = chat.encode(student_text)
     length = max(len(teacher_prompt), len(student_prompt)) + len(ids or [0])
@@ -646,6 +655,7 @@ def build_examples(rows: list, chat: Chat, drops: dict, args) -> list[RowExample
             if not args.skip_bad_rows:
                 raise Refused(f"{where}: {error}")
             drops[str(error).split(", found")[0]].append(where)
+
     if not examples:
         raise Refused(f"{args.data}: no row is left. {' '.join(drop_notes(drops))}")
     return examples
@@ -669,6 +679,7 @@ def prepare(out: Path, chat: Chat, drops: dict, args) -> list:
         hold_out(examples, args.eval_fraction, args.seed)
         write_whole(out / "args.json", json.dumps(identity(args), indent=2))
         write_whole(path, "\n".join(json.dumps(x) for x in [drops, *map(vars, examples)]))
+
     dropped, *lines = path.read_text().split("\n")
     drops.update(json.loads(dropped))
     return [RowExample(**json.loads(line)) for line in lines]
@@ -741,6 +752,7 @@ def sample_responses(model, chat: Chat, examples: list, prefix, out: Path, drops
         if len(lines) < len(asked):
             del lines[len(lines) // size * size:]
         file.truncate(sum(map(len, lines)))
+
         for i in tqdm(range(len(lines), len(asked), size), "sampling", unit="batch"):
             torch.manual_seed(args.seed * 2**32 + i)  # the same samples, interrupted or not
             batch = asked[i:i + size]
@@ -761,6 +773,7 @@ def sample_responses(model, chat: Chat, examples: list, prefix, out: Path, drops
             drops["a sampled response without text"].append(example.where)
         else:
             answered.append(example)
+
     if all(example.held_out for example in answered):
         raise Refused(f"no response is left to train on. {' '.join(drop_notes(drops))}")
     return answered
@@ -779,6 +792,7 @@ def load_model(args) -> tuple:
         base = base.to(args.device).eval()
         base.config.get_text_config().use_cache = True  # training often saves it as False
         head = make_head(base)
+
     modules = args.target_modules
     if modules != "all-linear":
         modules = [name.strip() for name in modules.split(",")]
@@ -787,6 +801,7 @@ def load_model(args) -> tuple:
                              target_modules=modules)
     with expect(f"--target-modules {args.target_modules} to be linear layers of the model"):
         model = peft.get_peft_model(base, config).eval()
+
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
         if isinstance(module, peft.tuners.lora.LoraLayer):
             raise Refused("expected --target-modules without the embeddings and the head")
@@ -836,6 +851,7 @@ def train(model, head, trained: list, held_out: list, args, out: Path) -> list[d
         model.config.get_text_config().use_cache = False
     if args.gradient_checkpointing:
         checkpoint_layers(model)
+
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(params.values(), weight_decay=0.0)  # each step sets its rate
     if (out / "checkpoint.pt").exists():
@@ -857,11 +873,13 @@ def train(model, head, trained: list, held_out: list, args, out: Path) -> list[d
                 raise Refused(f"step {step}: KL {kl}, gradient norm {norm}, in "
                               f"{', '.join(e.where for e in batch)}: try another --out with "
                               "--dtype float32")
+
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
             log.append({"step": step, "kl": kl, "lr": lr, "grad_norm": norm})
             bar.set_postfix(log[-1])
+
         log[-1] |= held_out_scores(model, head, held_out, args)
         save_checkpoint(out, params, optimizer, log)
     return log
@@ -900,6 +918,7 @@ def make_report(trained: list, held_out: list, drops: dict, log: list) -> dict:
               "held_out_questions": len({e.question for e in held_out})}
     if report["held_out_questions"] < 5:
         notes.append("Fewer than 5 questions are held out: the numbers are rough.")
+
     if held_out:
         before = log[0]["eval_kl"]
         after = log[-1]["eval_kl"]
@@ -949,6 +968,7 @@ def claim(out: Path, args):
         out.mkdir(parents=True, exist_ok=True)
     may_change = {"out", "micro_batch_size", "gradient_checkpointing"}  # for one, to save memory
     new = identity(args)
+
     if (out / "args.json").exists():
         old = json.loads((out / "args.json").read_text())
         for name in new.keys() - may_change:
@@ -957,6 +977,7 @@ def claim(out: Path, args):
                               f"{old.get(name)!r:.200}, found {new[name]!r:.200}")
     elif set(os.listdir(out)) - {".lock", "args.json.part"}:
         raise Refused(f"expected a new folder as --out {out}, found files of something else")
+
     lock = filelock.FileLock(out / ".lock")
     with expect(f"no other run to be at work in --out {out}"):
         lock.acquire(blocking=False)
@@ -1009,12 +1030,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             kind = str if default is None else type(default)
             parser.add_argument(f"--{name}", default=default, type=kind, required=default is None,
                                 help=meaning)
+
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("temperature", "eval_fraction", "seed", "warmup") else 1e-9
         below = 1 if name in ("eval_fraction", "warmup") else 2**32
         if type(value) in (int, float) and not least <= value < below:  # NaN is neither
             parser.error(f"--{name.replace('_', '-')} {value}: expected {least} to {below}")
+
     args.ignore = [key.strip() for key in args.ignore.split(",") if key.strip()]
     args.template_kwargs = parse_json(args.template_kwargs, "--template-kwargs")
     if args.chat_template:
@@ -1043,6 +1066,7 @@ def bake(args, out: Path):
         read_targets(model, examples, out / "targets")
     else:
         teacher_targets(model, examples, prefix, out / "targets", args.micro_batch_size, tqdm)
+
     trained = [e for e in examples if not e.held_out]
     held_out = [e for e in examples if e.held_out]
     log = train(model, head, trained, held_out, args, out)
