@@ -201,7 +201,8 @@ class Prefix:
     def full_attention(self) -> bool:
         """Whether every layer attends to all tokens: no window, no recurrent state."""
         layers = self.cache.layers if self.length else []
-        return not any(hasattr(x, "recurrent_states") or x.is_sliding for x in layers)
+        kinds = [hasattr(x, "recurrent_states") or getattr(x, "is_sliding", True) for x in layers]
+        return not any(kinds)
 
 def repeated(state, size: int, copied: bool = False):
     """What a cache layer holds, for `size` rows: a view, or a copy where a call overwrites it."""
@@ -236,8 +237,7 @@ def response_states(model, prompts: list, responses: list, prefix: Prefix) -> li
     output = run_trunk(model, ids, **prefix.for_batch(len(ids)))
     states = []
     for hidden, prompt, response in zip(output.last_hidden_state, prompts, responses):
-        start = len(prompt) - 1
-        states.append(hidden[start:start + len(response)])
+        states.append(hidden[len(prompt) - 1:][:len(response)])
     return states
 
 # ---------------------------------------------- the targets: what the teacher says, once for all
