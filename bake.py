@@ -353,8 +353,8 @@ def evaluate(model, head, examples: list[Example], micro_batch_size: int) -> lis
 # Start reading at `bake`, near the end: it is the order of these phases.
 
 class Refused(SystemExit):
-    """What the user gave cannot be used: this ends the run with one line, or drops a row. It is no
-    Exception, so `expect` lets it pass."""
+    """What the user gave cannot be used: this ends the run with one line. It is no Exception, so
+    `expect` lets it pass."""
 
 @contextlib.contextmanager
 def expect(what: str):
@@ -384,41 +384,36 @@ def parse_json(text: str, where: str):
         return json.loads(text, object_pairs_hook=unique)
 
 def read_rows(path: str) -> list:
-    """A data file -> [(file:line, row)]. Raises Refused where it cannot be parsed."""
-    kind = Path(path).suffix
-    with expect(f"--data {path} to be .jsonl, .json, .csv or .txt, in UTF-8"):
+    """A .jsonl file, or a .txt file with a question a line -> [(file:line, row)]."""
+    with expect(f"--data {path} to be .jsonl or .txt, in UTF-8"):
         text = Path(path).read_text(encoding="utf-8-sig")
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        if kind == ".txt":
-            rows = [(n, {"prompt": line}) for n, line in lines]
-        elif kind == ".csv":
-            reader = csv.DictReader(io.StringIO(text), strict=True, restkey="(beyond the header)")
-            rows = [(reader.line_num, row) for row in reader]
-            unique([(name, "") for name in reader.fieldnames or []])
-        elif kind == ".json" and text.lstrip().startswith("["):
-            rows = enumerate(parse_json(text, path), 1)  # the numbers of rows, not of lines
-        elif kind in (".jsonl", ".json"):
-            rows = [(n, parse_json(line, f"{path}:{n}")) for n, line in lines]
-        else:
-            raise ValueError("another kind of file")
-    return [(f"{path}:{n}", row) for n, row in rows]
+        if not path.endswith((".jsonl", ".txt")):
+            raise ValueError("another kind of file: README has a line that makes rows of it")
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        where = f"{path}:{number}"
+        if line.strip():
+            row = {"prompt": line} if path.endswith(".txt") else parse_json(line, where)
+            rows.append((where, row))
+    return rows
 
 def rename(record, names: dict, known: list, ignored: list) -> dict:
-    """The record under standard names. Refused: unknown keys, and two keys that become one."""
+    """The record under standard names. What is null or empty counts as absent.
+
+    Raises Refused at a key that is not read, and at two keys that become one."""
     if not isinstance(record, dict):
         raise Refused(f"expected an object with {', '.join(known)}, found {record!r:.200}")
     renamed = {}
     unread = []
     for key, value in record.items():
         name = names.get(key, key)
-        if value is None or value == [] or key in ignored:
+        if key in ignored or value in (None, "", [], {}):
             continue
         if name in renamed:
             raise Refused(f"expected one {name}, found two among {', '.join(record)}")
-        if name in known:
-            renamed[name] = value
-        elif value not in ("", {}):
+        if name not in known:
             unread.append(key)
+        renamed[name] = value
 
     if unread:
         keys = ",".join(unread)
@@ -449,7 +444,7 @@ def read_messages(value, role: str, ignored: list) -> list:
             raise Refused(f"expected a role of {', '.join(ROLES)}, found {role!r:.200}")
         if message.get("weight", 1) not in (0, 1, "0", "1"):
             raise Refused(f"expected a weight of 0 or 1, found {message['weight']!r:.200}")
-        content = read_text(message.get("content"), role, ignored)
+        content = read_text(message.get("content", ""), role, ignored)
         messages.append(message | {"role": ROLES[role], "content": content})
     return messages
 
@@ -462,7 +457,7 @@ def check_turns(messages: list):
             raise Refused("expected a system message or none, then a user's and an assistant's by "
                           f"turns, found {', '.join(roles)}")
 
-def conversations(row, ignored: list) -> list[tuple]:
+def conversations(row, ignored: list) -> list:
     """A row -> [(messages, response, ids)]: one for each response to train on, with all that came
     before it, and one with None where the row ends in a user's turn: that is to be sampled."""
     known = ["system", "messages", "prompt", "completion", "ids"]
@@ -472,15 +467,13 @@ def conversations(row, ignored: list) -> list[tuple]:
 
     if ("messages" in row) == ("prompt" in row):
         raise Refused(f"expected either messages or a prompt, found {', '.join(row) or 'neither'}")
-    if not isinstance(row.get("messages", []), list):
-        raise Refused(f"expected a list of messages, found {row['messages']!r:.200}")
-    if row.get("input", "") != "":
+    if "input" in row and "prompt" in row:
         texts = [read_text(row[key], "user", ignored) for key in ("prompt", "input")]
         row["prompt"] = "\n\n".join(texts)
+    if "ids" in row:
+        row.setdefault("completion", "")  # the model said nothing but its stop token
 
-    messages = []
-    if row.get("system", "") != "":
-        messages = read_messages(row["system"], "system", ignored)
+    messages = read_messages(row["system"], "system", ignored) if "system" in row else []
     messages += read_messages(row.get("messages", row.get("prompt")), "user", ignored)
     # Beside a completion, and in a prompt, an assistant's turn is but context.
     context = len(messages) if "prompt" in row or "completion" in row else 0
@@ -508,37 +501,31 @@ class RowExample(Example):
 class Chat:
     """Tokenizer, chat template, stop tokens and limits of a model: what turns messages into ids."""
 
-    def __init__(self, model, args):
-        config = model.config.get_text_config()
+    def __init__(self, tokenizer, model, template_kwargs: dict):
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs
         self.vocab = model.get_input_embeddings().num_embeddings
-        self.limit = sys.maxsize
-        for name in ("max_position_embeddings", "max_seq_len"):
-            self.limit = min(self.limit, getattr(config, name, None) or sys.maxsize)
-        self.template_kwargs = args.template_kwargs
+        config = model.config.get_text_config()
+        limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+        self.limit = min(limit or sys.maxsize for limit in limits)
 
-        with expect(f"a tokenizer, and a stop token, in --model {args.model}"):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(
-                args.model, trust_remote_code=args.trust_remote_code)
-            ends = np.hstack([self.tokenizer.eos_token_id, model.generation_config.eos_token_id])
-            self.stops = [int(token) for token in ends if token is not None]
-            self.stop = self.stops[0]
-        if args.chat_template:
-            self.tokenizer.chat_template = args.chat_template
-        tokens = self.tokenizer.added_tokens_decoder.values()
-
+        ends = np.hstack([tokenizer.eos_token_id, model.generation_config.eos_token_id])
+        self.stops = [int(token) for token in ends if token is not None]
+        if not self.stops:
+            raise Refused("expected a tokenizer or a generation config with a stop token")
+        tokens = tokenizer.added_tokens_decoder.values()
         marks = ("<|", "<｜")
         self.control = [t.content for t in tokens if t.special or t.content.startswith(marks)]
 
+        self.fold_system = False
         probe = [{"role": "system", "content": "Some system text."},
                  {"role": "user", "content": "Some user text."}]
-        self.fold_system = False
         try:
-            prompt = self.render(probe)
+            self.render(probe)
         except Refused:
             # Without a place for a system message, it goes into the user's first turn.
             self.fold_system = True
-            prompt = self.render(probe)
-        self.tail = prompt.rpartition("Some user text.")[2]  # with it every prompt ends
+            self.render(probe)
 
     def encode(self, text: str) -> list[int]:
         with expect("text that the tokenizer takes"):
@@ -547,7 +534,7 @@ class Chat:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode([token for token in ids if token not in self.stops])
 
-    def render(self, messages: list[dict], answer: bool = True) -> str:
+    def render(self, messages: list, answer: bool = True) -> str:
         """-> the template's text. Refused if it does not take the messages, or loses a text."""
         if self.fold_system and messages[0]["role"] == "system":
             folded = messages[0]["content"] + "\n\n" + messages[1]["content"]
@@ -565,30 +552,31 @@ class Chat:
                 raise Refused(f"expected text without control tokens, found {message!r:.200}")
         return text
 
+def load_chat(model, args) -> Chat:
+    """The Chat of the model's own tokenizer."""
+    with expect(f"a tokenizer in --model {args.model}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            args.model, trust_remote_code=args.trust_remote_code)
+    return Chat(tokenizer, model, args.template_kwargs)
+
 def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> list[int]:
     """A given response -> the ids that the model would emit after `prompt`, up to a stop token.
 
     What the template puts between the two is part of it: a space, a channel, the end of a think
-    block that the prompt opens. A whole empty block is not, as the model would not emit it."""
+    block that the prompt opens. A whole, empty block is not, as the model would not emit it."""
     whole = chat.render([*messages, {"role": "assistant", "content": response}], answer=False)
-    think = re.search(r"<(\w+)>\s*(</\1>)?\s*$", prompt)  # opened there, or closed as well
-    opens = bool(think) and not think[2]
+    block = re.search(r"<(\w+)>\s*(</\1>)?\s*$", prompt)  # which the prompt opens, and may close
     start = prompt
-    if think and not opens and not whole.startswith(prompt):
-        start = prompt[:think.start()]  # some templates leave the block out of turns that are past
-    text = whole.removeprefix(start)
-    empty = re.match(r"\s*<(\w+)>\s*</\1>\s*", text)
-    if empty and not response.strip().startswith(empty[0].strip()):
-        text = text.removeprefix(empty[0])
-
-    if opens and f"</{think[1]}>" in response:
-        text = response.removeprefix(think[0]).removeprefix(think[0].strip())
+    if block and block[2] and not whole.startswith(prompt):
+        start = prompt[:block.start()]  # some templates leave it out of turns that are past
+    text = re.sub(r"^\s*<(\w+)>\s*</\1>\s*", "", whole.removeprefix(start))
     fits = whole.startswith(start) and response.strip() in text
-    if think:
-        fits = (f"</{think[1]}>" in text) == opens and (fits or opens)
-    if not fits:
-        raise Refused("expected a template that shows what the model says behind the prompt: have "
-                      "the response sampled, or turn thinking off with --template-kwargs")
+    if block:
+        fits = fits and text.count(f"</{block[1]}>") == (0 if block[2] else 1)
+    if not fits or not response.strip():
+        raise Refused("expected a response with text, and a template that shows it as the model "
+                      "says it, behind the prompt: have it sampled, or turn thinking off with "
+                      "--template-kwargs")
 
     # Some tokenizers mark the start of a text, and here is none: something stands before it. But
     # no token may reach over the seam.
@@ -597,7 +585,7 @@ def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> l
         ids = chat.encode(before + text)
         if ids[:len(start)] == start:
             break
-    return cut_after_stop(ids[len(start):] + [chat.stop], chat.stops)
+    return cut_after_stop(ids[len(start):] + [chat.stops[0]], chat.stops)
 
 def check_ids(ids, response: str | None, chat: Chat):
     """Ids that a row brings are what a model said: they may hold control tokens, as no text may."""
@@ -609,7 +597,7 @@ def check_ids(ids, response: str | None, chat: Chat):
 def build_example(where: str, messages: list, response, ids, chat: Chat, args) -> RowExample:
     """One (messages, response), with its ids if the row has them -> the ids of both sides."""
     own_prompt = messages[0]["role"] == "system"
-    if own_prompt and args.prompt or not own_prompt and not args.prompt:
+    if own_prompt == bool(args.prompt):
         raise Refused("expected one prompt to bake, --prompt or the row's own system message, "
                       f"found {'both' if own_prompt else 'neither'}")
     if args.prompt:
@@ -617,21 +605,14 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
     student_messages = messages[1:]
     if args.student_prompt:
         student_messages = [{"role": "system", "content": args.student_prompt}, *student_messages]
-
     teacher_text = chat.render(messages)
-    student_text = chat.render(student_messages)
-    for text in (teacher_text, student_text):
-        if not text.endswith(chat.tail):
-            raise Refused(f"expected a template that ends all prompts alike, in {chat.tail!r}, "
-                          f"found {text[-60:]!r}")
-
+    teacher_prompt = chat.encode(teacher_text)
+    student_prompt = chat.encode(chat.render(student_messages))
     if ids is not None:
         check_ids(ids, response, chat)
-    elif response:
+    elif response is not None:
         ids = encode_response(chat, messages, teacher_text, response)
 
-    teacher_prompt = chat.encode(teacher_text)
-    student_prompt = chat.encode(student_text)
     length = max(len(teacher_prompt), len(student_prompt)) + len(ids or [0])
     if length > chat.limit:
         raise Refused(f"expected at most {chat.limit} tokens, the context, found {length}")
@@ -641,23 +622,22 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
     return RowExample(teacher_prompt, student_prompt, ids, where=where, messages=messages,
                       question=messages[1]["content"].strip())
 
-def build_examples(rows: list, chat: Chat, drops: dict, args) -> list[RowExample]:
-    """Rows -> examples; `drops` gets the places of what is left out, by reason."""
+def build_examples(rows: list, chat: Chat, args) -> list[RowExample]:
+    """Rows -> examples. Refused at the bad rows, or, with --skip-bad-rows, where none is left."""
     examples = []
+    bad = []
     for where, row in rows:
         try:
-            found = conversations(row, args.ignore)
-            spoken = [one for one in found if one[1] is None or one[1].strip()]
-            if not found or len(spoken) < len(found):
-                drops["no response with text to train on"].append(where)
-            examples += [build_example(where, *one, chat, args) for one in spoken]
+            examples += [build_example(where, *one, chat, args)
+                         for one in conversations(row, args.ignore)]
         except Refused as error:
-            if not args.skip_bad_rows:
-                raise Refused(f"{where}: {error}")
-            drops[str(error).split(", found")[0]].append(where)
+            bad.append(f"{where}: {error}")
 
-    if not examples:
-        raise Refused(f"{args.data}: no row is left. {' '.join(drop_notes(drops))}")
+    summary = f"{len(bad)} of {len(rows)} rows cannot be used. {' '.join(bad[:1])}"
+    if not examples or bad and not args.skip_bad_rows:
+        raise Refused(f"{summary} (--skip-bad-rows leaves such rows out)")
+    if bad:
+        print(f"Left out: {summary}")
     return examples
 
 def hold_out(examples: list[RowExample], fraction: float, seed: int):
@@ -671,25 +651,15 @@ def hold_out(examples: list[RowExample], fraction: float, seed: int):
     for example in examples:
         example.held_out = example.question in held_out
 
-def prepare(out: Path, chat: Chat, drops: dict, args) -> list:
+def prepare(out: Path, chat: Chat, args) -> list[RowExample]:
     """What the rows become is written once: a run that is resumed renders and tokenises nothing."""
     path = out / "examples.jsonl"
     if not path.exists():
-        examples = build_examples(read_rows(args.data), chat, drops, args)
-        hold_out(examples, args.eval_fraction, args.seed)
+        examples = build_examples(read_rows(args.data), chat, args)
+        hold_out(examples, args.eval_fraction, args.split_seed)
         write_whole(out / "args.json", json.dumps(identity(args), indent=2))
-        write_whole(path, "\n".join(json.dumps(x) for x in [drops, *map(vars, examples)]))
-
-    dropped, *lines = path.read_text().split("\n")
-    drops.update(json.loads(dropped))
-    return [RowExample(**json.loads(line)) for line in lines]
-
-def show_sides(chat: Chat, example: RowExample):
-    """What each side reads: the default system text of a template is seen here, for one."""
-    print(f"--- the teacher reads, in {example.where}:")
-    print(chat.tokenizer.decode(example.teacher_prompt))
-    print("--- the student reads:")
-    print(chat.tokenizer.decode(example.student_prompt))
+        write_lines(path, map(vars, examples))
+    return [RowExample(**fields) for fields in read_lines(path)]
 
 # -------------------------- sampling: the prompted model answers the rows that have no response
 def cut_after_stop(ids: list[int], stops: list[int]) -> list[int]:
@@ -715,7 +685,7 @@ def generate(model, chat: Chat, prompts: list, prefix: Prefix, most: int, temper
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
-        pad_token_id=chat.stop, eos_token_id=chat.stops, **sampling)
+        pad_token_id=chat.stops[0], eos_token_id=chat.stops, **sampling)
     out = model.generate(**pad_left(model, prompts, prefix))
     return [cut_after_stop(row, chat.stops) for row in out[:, width:].tolist()]
 
@@ -736,47 +706,32 @@ def sampling_prefix(model, prompts: list, prefix: Prefix) -> Prefix:
             return candidate
     raise Refused("expected a model that masks padding, to sample responses: give it your own")
 
-def sample_responses(model, chat: Chat, examples: list, prefix, out: Path, drops, args) -> list:
+def sample_responses(model, chat: Chat, examples: list, prefix: Prefix, out: Path, args) -> list:
     """Each example without a response becomes --trajectories examples with one.
 
-    They go through a file, a row of data a line, which goes on behind its last whole batch."""
+    They are kept in a file, a row of data a line, written anew with each batch."""
     asked = [copy.copy(e) for e in examples if e.response is None for _ in range(args.trajectories)]
     # The longest first: if a batch does not fit into memory, the first does not.
     asked.sort(key=lambda e: len(e.teacher_prompt), reverse=True)
+    path = out / "trajectories.jsonl"
+    rows = read_lines(path) if path.exists() else []
     size = 4 * args.batch_size  # generating takes less memory than training
-    with open(out / "trajectories.jsonl", "a+b") as file, teacher_mode(model):
-        if asked:
+    with teacher_mode(model):
+        if len(rows) < len(asked):
             prefix = sampling_prefix(model, [e.teacher_prompt for e in asked], prefix)
-        file.seek(0)
-        lines = [line for line in file if line.endswith(b"\n")]  # the last may be torn
-        if len(lines) < len(asked):
-            del lines[len(lines) // size * size:]
-        file.truncate(sum(map(len, lines)))
-
-        for i in tqdm(range(len(lines), len(asked), size), "sampling", unit="batch"):
+        for i in tqdm(range(len(rows), len(asked), size), "sampling", unit="batch"):
             torch.manual_seed(args.seed * 2**32 + i)  # the same samples, interrupted or not
             batch = asked[i:i + size]
             said = generate(model, chat, [e.teacher_prompt for e in batch], prefix,
                             args.max_new_tokens, args.temperature)
-            new = []
             for example, ids in zip(batch, said):
-                row = {"messages": example.messages, "completion": chat.decode(ids), "ids": ids}
-                new.append(json.dumps(row).encode() + b"\n")
-            file.writelines(new)
-            file.flush()
-            lines += new
+                rows.append({"messages": example.messages, "completion": chat.decode(ids),
+                             "ids": ids})
+            write_lines(path, rows)
 
-    answered = [e for e in examples if e.response]
-    for example, line in zip(asked, lines):
-        example.response = json.loads(line)["ids"]
-        if set(example.response) <= set(chat.stops):
-            drops["a sampled response without text"].append(example.where)
-        else:
-            answered.append(example)
-
-    if all(example.held_out for example in answered):
-        raise Refused(f"no response is left to train on. {' '.join(drop_notes(drops))}")
-    return answered
+    for example, row in zip(asked, rows):
+        example.response = row["ids"]
+    return [e for e in examples if e.response] + asked
 
 # ---------------------------------------------------------------------- the run: model and training
 def load_model(args) -> tuple:
@@ -836,11 +791,16 @@ def checkpoint_layers(model):
                                               use_reentrant=False)
 
 def held_out_scores(model, head, held_out: list, args) -> dict:
-    """-> KL, nats per token, and top-1 agreement: means over samples of means over tokens."""
-    if not held_out:
+    """-> (KL, top-1 agreement) of each question, means over its responses; and their means."""
+    scores = collections.defaultdict(list)
+    pairs = evaluate(model, head, held_out, args.micro_batch_size)
+    for example, pair in zip(held_out, pairs):
+        scores[example.question].append(pair)
+    if not scores:
         return {}
-    kl, top1 = np.mean(evaluate(model, head, held_out, args.micro_batch_size), axis=0).tolist()
-    return {"eval_kl": kl, "eval_top1": top1}
+    questions = {question: np.mean(pairs, axis=0).tolist() for question, pairs in scores.items()}
+    kl, top1 = np.mean(list(questions.values()), axis=0).tolist()
+    return {"eval_kl": kl, "eval_top1": top1, "questions": questions}
 
 def train(model, head, trained: list, held_out: list, args, out: Path) -> list[dict]:
     """Trains the adapters -> a dict for each step, as in OUT/metrics.jsonl; step 0 evaluates."""
@@ -854,8 +814,10 @@ def train(model, head, trained: list, held_out: list, args, out: Path) -> list[d
 
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(params.values(), weight_decay=0.0)  # each step sets its rate
-    if (out / "checkpoint.pt").exists():
-        weights, state, log = torch.load(out / "checkpoint.pt", weights_only=True)
+    path = out / "checkpoint.pt"
+    if path.exists():
+        with whole(path):
+            weights, state, log = torch.load(path, weights_only=True)
         model.load_state_dict(weights, strict=False)
         optimizer.load_state_dict(state)
     else:
@@ -889,7 +851,7 @@ def save_checkpoint(out: Path, params: dict, optimizer, log: list):
     weights = {name: p.data for name, p in params.items()}
     file = io.BytesIO()
     torch.save((weights, optimizer.state_dict(), log), file)
-    write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in log))
+    write_lines(out / "metrics.jsonl", log)
     write_whole(out / "checkpoint.pt", file.getvalue())
 
 # ------------------------------------------------------------------------------------------- report
@@ -905,40 +867,69 @@ def side_by_side(model, chat: Chat, examples: list, args) -> list:
                       "baked": chat.decode(baked[0])})
     return table
 
-def drop_notes(drops: dict) -> list[str]:
-    return [f"dropped {len(at)}: {reason} (first: {at[0]})" for reason, at in drops.items()]
+def standard_error(values: np.ndarray) -> float | None:
+    """Of the mean of independent values; of one value there is none."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
 
-def make_report(trained: list, held_out: list, drops: dict, log: list) -> dict:
+def held_out_numbers(before: dict, after: dict) -> dict:
+    """Scores of each question -> what a paper prints: means over questions, and their errors."""
+    questions = []
+    for question, (kl, top1) in before.items():
+        new_kl, new_top1 = after[question]
+        questions.append({"question": question, "kl_before": kl, "kl_after": new_kl,
+                          "top1_before": top1, "top1_after": new_top1})
+    report = {"recovered": None, "recovered_error": None}
+    column = {}
+    for name in ("kl_before", "kl_after", "top1_before", "top1_after"):
+        column[name] = np.array([row[name] for row in questions])
+        report[name] = float(column[name].mean())
+        report[f"{name}_error"] = standard_error(column[name])
+
+    if report["kl_before"] >= 1e-3:
+        left = report["kl_after"] / report["kl_before"]
+        report["recovered"] = 1 - left
+        # The error of a ratio of means, to first order.
+        error = (column["kl_after"] - left * column["kl_before"]) / report["kl_before"]
+        report["recovered_error"] = standard_error(error)
+    return report | {"questions": questions}
+
+def make_report(trained: list, held_out: list, log: list) -> dict:
     """Every number that the terminal shows and a paper prints, and plain words on them."""
-    notes = drop_notes(drops)
     prompts = {e.messages[0]["content"] for e in trained}
     report = {"prompt": prompts.pop() if len(prompts) == 1 else f"{len(prompts)} different ones",
-              "dropped": sum(map(len, drops.values())), "steps": len(log) - 1,
-              "trained_responses": len(trained), "held_out_responses": len(held_out),
-              "held_out_questions": len({e.question for e in held_out})}
-    if report["held_out_questions"] < 5:
-        notes.append("Fewer than 5 questions are held out: the numbers are rough.")
-
+              "steps": len(log) - 1, "trained_responses": len(trained),
+              "held_out_responses": len(held_out), "notes": []}
     if held_out:
-        before = log[0]["eval_kl"]
-        after = log[-1]["eval_kl"]
-        report |= {"kl_before": before, "kl_after": after, "recovered": None,
-                   "top1_before": log[0]["eval_top1"], "top1_after": log[-1]["eval_top1"]}
-        if before < 1e-3:
-            notes.append("KL before is under 0.001: the prompt does nothing here to bake.")
-        else:
-            report["recovered"] = 1 - after / before
-            if after > before:
-                notes.append("Held-out KL rose, the bake failed: try a lower --lr.")
-            elif after > 0.8 * before:
-                notes.append("Less than a fifth was recovered: try more rows, --epochs or --rank.")
-    return report | {"notes": notes}
+        report |= held_out_numbers(log[0]["questions"], log[-1]["questions"])
+        recovered = report["recovered"]
+        if recovered is None:
+            report["notes"].append("KL before is under 0.001: the prompt does nothing here to bake.")
+        elif recovered < 0:
+            report["notes"].append("Held-out KL rose, the bake failed: try a lower --lr.")
+        elif recovered < 0.2:
+            report["notes"].append("Little was recovered: try more rows, --epochs or --rank.")
+    if len(report.get("questions", [])) < 5:
+        report["notes"].append("Fewer than 5 questions are held out: the numbers are rough.")
+    return report
 
 def write_results(model, chat: Chat, report: dict, out: Path):
-    """The adapter, and its report last: from there on the run is done."""
+    """The adapter, loaded back to see that it is what was trained, and its report last."""
     model.save_pretrained(out)
     chat.tokenizer.save_pretrained(out)
+    ids = torch.arange(8, device=model.device)[None]
+    with torch.no_grad():
+        trained = model(input_ids=ids).logits
+        model.load_adapter(out, "saved")
+        model.set_adapter("saved")
+        if not agree(model(input_ids=ids).logits, trained, 1e-4):
+            raise Refused(f"expected the adapter in {out} to be what was trained: PEFT loads it "
+                          "otherwise for this model")
     write_whole(out / "report.json", json.dumps(report, indent=2))
+
+def show(title: str, text: str):
+    """Prints it. Control characters, which could steer a terminal, are escaped."""
+    print(f"--- {title}")
+    print("".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text))
 
 # -------------------------------------------------------------------------- files: whole, or absent
 def write_whole(path: Path, data: str | bytes):
@@ -950,15 +941,24 @@ def write_whole(path: Path, data: str | bytes):
         os.fsync(file.fileno())
     os.replace(part, path)
 
+def write_lines(path: Path, records):
+    """A JSON object a line."""
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+def whole(path: Path):
+    return expect(f"{path} as it was written: delete it, and the same command makes it again")
+
+def read_lines(path: Path) -> list:
+    with whole(path):
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
 def identity(args) -> dict:
     """What makes a run the same run: its arguments, its data, and the files of its model."""
     with expect(f"a file at --data {args.data}"):
         data = Path(args.data).read_bytes()
     files = []
-    if os.path.isdir(args.model):
-        for path in sorted(Path(args.model).iterdir()):
-            if path.is_file():
-                files.append([path.name, path.stat().st_size, path.stat().st_mtime])
+    for path in sorted(Path(args.model).glob("*")):
+        files.append([path.name, path.stat().st_size, path.stat().st_mtime])
     return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files}
 
 @contextlib.contextmanager
@@ -970,7 +970,8 @@ def claim(out: Path, args):
     new = identity(args)
 
     if (out / "args.json").exists():
-        old = json.loads((out / "args.json").read_text())
+        with expect(f"{out}/args.json as it was written: delete the folder"):
+            old = json.loads((out / "args.json").read_text())
         for name in new.keys() - may_change:
             if old.get(name) != new[name]:
                 raise Refused(f"expected the run that --out {out} holds, with {name} "
@@ -991,13 +992,12 @@ def claim(out: Path, args):
 # ------------------------------------------------------------------------------------- command line
 FLAGS = {  # name: (default, meaning); what has no default is required
     "model": (None, "folder or hub name of a causal language model"),
-    "data": (None, "rows: .jsonl .json .csv, or a question a line: .txt"),
+    "data": (None, "rows in a .jsonl file, or a question a line in a .txt file"),
     "prompt": ("", "the system prompt to bake, or the rows' own system messages"),
     "student-prompt": ("", "a system message that the student keeps"),
-    "chat-template": ("", "a Jinja file instead of the tokenizer's own"),
     "template-kwargs": ("{}", "JSON, given to the chat template on both sides"),
     "ignore": ("", "keys of the data to leave out, with commas between"),
-    "skip-bad-rows": (False, "drop and count the rows that cannot be used"),
+    "skip-bad-rows": (False, "leave out, and count, the rows that cannot be used"),
     "trajectories": (4, "responses sampled for each row that has none"),
     "max-new-tokens": (128, "tokens of the longest of them"),
     "temperature": (1.0, "of the sampling, with top-p 1 and top-k 0; 0 is greedy"),
@@ -1012,15 +1012,16 @@ FLAGS = {  # name: (default, meaning); what has no default is required
     "kl-temperature": (1.0, "softmax temperature of the trained KL"),
     "gradient-checkpointing": (False, "less memory, a third more time"),
     "eval-fraction": (0.15, "share of the questions held out"),
+    "split-seed": (0, "of the choice of them"),
     "dtype": ("auto", "float32, bfloat16 or float16; auto is bfloat16 on cuda"),
-    "device": ("auto", "auto: cuda if there is one, else cpu"),
-    "seed": (0, "of split, sampling, LoRA and data order"),
+    "device": ("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1, cpu, ..."),
+    "seed": (0, "of sampling, LoRA and data order"),
     "out": ("runs/bake", "folder for adapter, report and work in progress"),
     "trust-remote-code": (False, "run code that the model's folder brings"),
 }
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line -> namespace, with every `auto` resolved."""
+    """Command line -> namespace of plain values."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, (default, meaning) in FLAGS.items():
@@ -1033,18 +1034,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        least = 0 if name in ("temperature", "eval_fraction", "seed", "warmup") else 1e-9
+        least = 0 if name in ("temperature", "eval_fraction", "seed", "split_seed", "warmup") else 1e-9
         below = 1 if name in ("eval_fraction", "warmup") else 2**32
         if type(value) in (int, float) and not least <= value < below:  # NaN is neither
             parser.error(f"--{name.replace('_', '-')} {value}: expected {least} to {below}")
 
     args.ignore = [key.strip() for key in args.ignore.split(",") if key.strip()]
     args.template_kwargs = parse_json(args.template_kwargs, "--template-kwargs")
-    if args.chat_template:
-        with expect(f"a file at --chat-template {args.chat_template}"):
-            args.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.dtype == "auto":
         args.dtype = "bfloat16" if "cuda" in args.device else "float32"
     args.micro_batch_size = min(args.micro_batch_size, args.batch_size)
@@ -1055,13 +1051,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # --------------------------------------------------------------------------------------------- main
 def bake(args, out: Path):
     """From rows to a report. Each phase resumes from what OUT holds of it."""
-    drops = collections.defaultdict(list)
     model, head = load_model(args)
-    chat = Chat(model, args)
-    examples = prepare(out, chat, drops, args)
-    show_sides(chat, examples[0])
+    chat = load_chat(model, args)
+    examples = prepare(out, chat, args)
+    first = examples[0]
+    show(f"the teacher reads, in {first.where}:", chat.tokenizer.decode(first.teacher_prompt))
+    show("the student reads:", chat.tokenizer.decode(first.student_prompt))
+
     prefix = exact_prefix(model, [e.teacher_prompt for e in examples])
-    examples = sample_responses(model, chat, examples, prefix, out, drops, args)
+    examples = sample_responses(model, chat, examples, prefix, out, args)
     if (out / "targets").exists():
         read_targets(model, examples, out / "targets")
     else:
@@ -1070,7 +1068,7 @@ def bake(args, out: Path):
     trained = [e for e in examples if not e.held_out]
     held_out = [e for e in examples if e.held_out]
     log = train(model, head, trained, held_out, args, out)
-    report = make_report(trained, held_out, drops, log)
+    report = make_report(trained, held_out, log)
     report["samples"] = side_by_side(model, chat, held_out or trained, args)
     write_results(model, chat, report, out)
 
@@ -1079,13 +1077,17 @@ def main(argv: list[str] | None = None) -> dict:
     args = parse_args(argv)
     out = Path(args.out)
     with claim(out, args):
-        if not (out / "report.json").exists():
+        done = [out / "report.json", out / "adapter_model.safetensors"]
+        if not all(path.exists() for path in done):
             bake(args, out)
         for name in ("targets", "checkpoint.pt"):  # work in progress, and large
             (out / name).unlink(missing_ok=True)
-        report = json.loads((out / "report.json").read_text())
-    print(f"--- {out} is done")
-    print(json.dumps(report, indent=2, ensure_ascii=False))
+        with whole(done[0]):
+            report = json.loads(done[0].read_text())
+    brief = {name: value for name, value in report.items() if name != "questions"}
+    show(f"{out} is done", json.dumps(brief, indent=2, ensure_ascii=False))
+    if report.get("recovered_error") is not None:
+        print(f"recovered {report['recovered']:.3f} ± {report['recovered_error']:.3f}")
     return report
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import filelock
@@ -394,7 +393,7 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
     cached = fill_targets(model, examples, tmp_path, prefix)  # its use has not changed the cache
     assert_close(cached, plain, atol=1e-4, rtol=1e-4)
     assert_close(bake.batch_kl(model, head, examples), loop_kl(model, examples), atol=1e-5, rtol=1e-4)
-    chat = bake.Chat(model, args)
+    chat = chat_for(folders(family))
     prompts = [e.teacher_prompt for e in examples]
     with bake.teacher_mode(model):
         alone = [bake.generate(model, chat, [p], Prefix(), 8, 0)[0] for p in prompts]
@@ -497,7 +496,7 @@ SHAPES = [  # what is read, and a row that says it
     (ONE, dialog(USER, response="Ho")),
     (ONE, {"prompt": "Hi", "completion": "Ho"}),
     (ONE, {"prompt": [USER], "completion": [REPLY]}),
-    (ONE, {"prompt": "Hi", "response": "Ho", "answer": None, "history": [], "id": ""}),
+    (ONE, {"prompt": "Hi", "response": "Ho", "answer": None, "history": [], "label": ""}),
     (ONE, {"prompt": "Hi", "answer": "Ho"}),
     (ONE, {"question": "Hi", "answer": "Ho"}),
     (ONE, {"user_message": "Hi", "response": "Ho"}),
@@ -510,6 +509,8 @@ SHAPES = [  # what is read, and a row that says it
     (ASKED, {"prompt": "Hi"}),
     (ASKED, {"query": "Hi", "completion": None}),
     (ASKED, {"prompt": "Hi", "completion": []}),
+    (ASKED, {"prompt": "Hi", "completion": ""}),
+    ([([USER], "", [256])], {"prompt": "Hi", "completion": "", "ids": [256]}),
     (found(([SYSTEM, USER], None)), {"system": "S", "prompt": "Hi"}),
     (found(([SYSTEM, USER], None)), {"system_prompt": "S", "question": "Hi"}),
     (found(([SYSTEM, USER], None)), dialog(SYSTEM | {"role": "developer"}, USER)),
@@ -528,9 +529,8 @@ SHAPES = [  # what is read, and a row that says it
 @pytest.mark.parametrize("expected, row", SHAPES)
 def test_every_shape_of_row(row, expected, tmp_path):
     assert bake.conversations(row, ["source", "id"]) == expected
-    for name, text in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row], indent=1))):
-        path = write(tmp_path / name, text)
-        assert bake.read_rows(path) == [(f"{path}:1", row)]
+    path = write(tmp_path / "a.jsonl", json.dumps(row))
+    assert bake.read_rows(path) == [(f"{path}:1", row)]
 
 BAD_ROWS = [  # why, and the row
     ("an object with .*, found 7", 7),
@@ -554,7 +554,6 @@ BAD_ROWS = [  # why, and the row
     ("text as the user message, found 7", {"instruction": "Hi", "input": 7}),
     ("text as the assistant message, found 3", {"prompt": "Hi", "completion": 3}),
     ("an object with role, content, weight, found 7", dialog(7)),
-    ("a list of messages, found", {"messages": "Hi"}),
     ("text as the user message, found 0", {"instruction": "Hi", "input": 0}),
     ("the keys type, text, found role", {"instruction": [USER], "input": "you"}),
     ("text as the system message, found False", {"prompt": "Hi", "system": False}),
@@ -572,31 +571,19 @@ def test_law_10_bad_rows_say_why(reason, row):
     refused(f"expected {reason}", bake.conversations, row, [], error=Refused)
 
 def test_files(tmp_path):
-    """BOM, CRLF, blank lines, U+2028 in strings, quotes and newlines in CSV, missing cells."""
+    """BOM, CRLF, blank lines, U+2028 in strings; what does not parse is refused with its place."""
     def read(name, text):
         path = write(tmp_path / name, text)
         return [(where.removeprefix(f"{path}:"), row) for where, row in bake.read_rows(path)]
 
     rows = read("a.jsonl", '\ufeff{"prompt": "a\u2028é"}\r\n\r\n["x"]\n')
     assert rows == [("1", {"prompt": "a\u2028é"}), ("3", ["x"])]
-    rows = read("a.json", '{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert rows == [("1", {"prompt": "a"}), ("2", {"prompt": "b"})]
     assert read("a.txt", "Why?\n  \nHow?\n") == [("1", {"prompt": "Why?"}), ("3", {"prompt": "How?"})]
-    rows = read("a.csv", 'question,answer\r\n"Why, ""you""?","a\nb"\r\nHow?\r\n')
-    assert rows == [("3", {"question": 'Why, "you"?', "answer": "a\nb"}),
-                    ("4", {"question": "How?", "answer": None})]
-    rows = read("b.csv", "prompt\nWhy, you?\n")
-    with pytest.raises(Refused, match="beyond the header"):
-        bake.conversations(rows[0][1], [])
     for name, text, reason in [
-            ("c.csv", 'a,b\n"c,d\ne,f', "c.csv to be .*unexpected end of data"),
-            ("d.csv", 'a,b\n"c,d\n"e,f', "d.csv to be .*',' expected after '\"'"),
-            ("e.csv", "prompt,answer,answer\na,b,c", "a key twice among prompt, answer, answer"),
             ("d.jsonl", '{"a": 1, "a": 2}', "d.jsonl:1, found ValueError: a key twice among a, a"),
-            ("c.json", '[{"a": 1},]', "c.json, found .*line 1 column"),
             ("c.jsonl", '{"prompt": "a"}\n{"prom', "JSON in .*c.jsonl:2, found JSONDecodeError"),
             ("c.txt", b"a\xff", "c.txt to be .* in UTF-8, found UnicodeDecodeError"),
-            ("c.xml", "x", "c.xml to be .*another kind")]:
+            ("c.json", "[]", "c.json to be .*another kind of file: README has")]:
         refused(reason, read, name, text)
     refused("No such file", bake.read_rows, str(tmp_path / "missing.jsonl"))
 
@@ -611,16 +598,16 @@ class Base:
         return torch.nn.Embedding(272, 1)
 
 @functools.cache
-def chat_for(folder, template=PLAIN):
-    args = parse(folder)
-    args.chat_template = template
-    return bake.Chat(Base(folder), args)
+def chat_for(folder, template=None):
+    """The Chat of the tokenizer in the folder, with another template if one is given."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return bake.Chat(tokenizer, Base(folder), {})
 
 def built(rows, chat, *flags):
-    """Rows -> examples, and what was dropped."""
-    drops = defaultdict(list)
+    """Rows -> examples."""
     places = [(f"f:{i}", row) for i, row in enumerate(rows, 1)]
-    return bake.build_examples(places, chat, drops, parse("x", *flags)), drops
+    return bake.build_examples(places, chat, parse("x", *flags))
 
 HI = "<|user|>Hi<|end|><|assistant|>"
 FOLDED = "<|user|>PIRATE\n\nHi<|end|><|assistant|>"
@@ -675,7 +662,7 @@ def test_laws_1_and_2_chat_templates(folders, name):
     chat = chat_for(folders(), case.template)
     decode = chat.tokenizer.decode
     rows = [dialog(USER, REPLY, USER, REPLY), {"prompt": "Hi", "completion": "Ho"}, {"prompt": "Hi"}]
-    (one, two, led, asked), _ = built(rows, chat, "--prompt", "PIRATE")
+    one, two, led, asked = built(rows, chat, "--prompt", "PIRATE")
     assert decode(one.teacher_prompt) == case.teacher
     assert decode(one.student_prompt) == case.student
     for e in (one, two, led):
@@ -683,21 +670,22 @@ def test_laws_1_and_2_chat_templates(folders, name):
     assert asked.teacher_prompt == one.teacher_prompt and asked.response is None
     assert one.messages == [SYSTEM | {"content": "PIRATE"}, USER]
     assert chat.fold_system == (case.teacher == FOLDED)
-    (own,), _ = built([dialog(SYSTEM, USER)], chat, "--student-prompt", "Be.")
+    own, = built([dialog(SYSTEM, USER)], chat, "--student-prompt", "Be.")
     assert decode(own.student_prompt) == case.teacher.replace("PIRATE", "Be.")
 
 @pytest.mark.parametrize("name, response, expected", [
-    ("opened", "<think>\nH</think>Ho", "H</think>Ho<|end|>"),  # the prompt has opened it already
-    ("opened", "H</think>Ho", "H</think>Ho<|end|>"),
+    ("opened", "H</think>Ho", None),  # would be a second block
     ("plain", "<think>H</think>Ho", "<think>H</think>Ho<|end|>"),
-    ("opens alone", "H</think>Ho", "H</think>Ho<|end|>"),
     ("opens alone", "Ho", None),  # it would land inside the thoughts
+    ("opens both", "Ho", None),
+    ("opens both", "H</think>Ho", "H</think>Ho<|end|>"),
     ("closed", "<think>H</think>Ho", None),  # a second block
     ("other start", "Ho", None),  # how an answer begins is not to be seen
 ])
 def test_thoughts_in_given_responses(folders, name, response, expected):
     """A response stands where the model would say it, or it is refused with the way out."""
     templates = {"opens alone": template_of(TURN, "<|assistant|><think>"),
+                 "opens both": leading("<think>", "<|assistant|><think>"),
                  "other start": template_of(TURN, "<|assistant|><|pad|>")}
     template = templates.get(name) or TEMPLATES[name].template
     chat = chat_for(folders(), template)
@@ -705,7 +693,7 @@ def test_thoughts_in_given_responses(folders, name, response, expected):
     if expected is None:
         refused("f:1: .*--template-kwargs", built, rows, chat, "--prompt", "P")
     else:
-        (e,), _ = built(rows, chat, "--prompt", "P")
+        e, = built(rows, chat, "--prompt", "P")
         assert chat.tokenizer.decode(e.response) == expected
 
 @pytest.mark.parametrize("prompt, row, reason, template", [
@@ -719,8 +707,7 @@ def test_thoughts_in_given_responses(folders, name, response, expected):
     ("P", {"prompt": "Hi", "completion": "o" * 600}, "at most 512 tokens.* found 6", PLAIN),
     ("P", dialog(USER, UNTRAINED, user("no")), "text that the template shows, .*'no'",
      "{{ messages[0].content + messages[1].content }}"),
-    ("P", {"prompt": "Hi"}, "ends all prompts alike",
-     PLAIN + "{{ '!' if messages[0].role == 'system' }}"),
+    ("P", {"prompt": "Hi", "completion": " "}, "expected a response with text", PLAIN),
     ("P", dialog(USER, UNTRAINED, USER), "that the chat template takes.*nope",
      PLAIN + "{{ raise_exception('nope') if messages[2] }}"),
     ("P", {"prompt": "Hi", "completion": "Ho", "ids": [1]}, "ids that are the completion's", PLAIN),
@@ -734,26 +721,25 @@ def test_law_10_prompts_that_do_not_fit_together(folders, prompt, row, reason, t
     chat = chat_for(folders(), template)
     refused(f"f:1: .*{reason}", built, [row], chat, "--prompt", prompt)
 
-def test_rows_are_dropped_and_counted(folders):
-    """Empty responses teach nothing and are dropped; bad rows only with --skip-bad-rows."""
-    rows = [{"prompt": "a", "answer": " "}, 5, {"prompt": "b", "answer": "c"}, 6,
-            dialog(USER, UNTRAINED)]
+def test_bad_rows_are_counted(folders, capsys):
+    """And refused with the first reason, or left out with --skip-bad-rows; none left is refused."""
+    rows = [{"prompt": "a", "answer": " "}, 5, {"prompt": "b", "answer": "c"}]
     chat = chat_for(folders())
-    refused("f:2: expected an object with .*, found 5", built, rows, chat, "--prompt", "P")
-    (kept,), drops = built(rows, chat, "--prompt", "P", "--skip-bad-rows")
+    refused("2 of 3 rows cannot be used. f:1: expected a response with text", built, rows, chat,
+            "--prompt", "P")
+    kept, = built(rows, chat, "--prompt", "P", "--skip-bad-rows")
     assert kept.where == "f:3"
-    assert drops == {"no response with text to train on": ["f:1", "f:5"],
-                     "expected an object with system, messages, prompt, completion, ids":
-                         ["f:2", "f:4"]}
-    refused("no: no row is left. dropped 1: no response with", built, rows[:1], chat, "--prompt", "P")
+    assert "Left out: 2 of 3 rows cannot be used. f:1: expected a" in capsys.readouterr().out
+    refused("2 of 2 rows cannot", built, rows[:2], chat, "--prompt", "P", "--skip-bad-rows")
+    refused("0 of 0 rows", built, [], chat, "--prompt", "P", "--skip-bad-rows")
 
 def test_law_1_sampled_ids_are_kept(folders):
     """They may hold control tokens, as a model may say them, and end without a stop token."""
     chat = chat_for(folders())
-    for ids in ([72, 111], [72, 111, 256], [64, 258]):
+    for ids in ([72, 111], [72, 111, 256], [64, 258], [256]):
         row = {"prompt": "Hi", "completion": chat.decode(ids), "ids": ids}
-        (e,), _ = built([row], chat, "--prompt", "P")
-        (anew,), _ = built([row | {"completion": "Ho"}], chat, "--prompt", "P", "--ignore", " ids,")
+        e, = built([row], chat, "--prompt", "P")
+        anew, = built([row | {"completion": "Ho"}], chat, "--prompt", "P", "--ignore", " ids,")
         assert e.response == ids and chat.tokenizer.decode(anew.response) == "Ho<|end|>"
 
 @pytest.mark.parametrize("pad", [None, "<|end|>", "<|pad|>"])
@@ -764,15 +750,14 @@ def test_one_bos_and_any_pad(folders, tmp_path, pad):
     folder = make_model(tmp_path / "m", tokenizer=own)
     assert own("a").input_ids[0] == 257  # it would add one
     rows = [{"prompt": "Hi", "completion": "Ho"}]
-    (e,), _ = built(rows, chat_for(folder, template), "--prompt", "P")
-    (plain,), _ = built(rows, chat_for(folders(), template), "--prompt", "P")
+    e, = built(rows, chat_for(folder, template), "--prompt", "P")
+    plain, = built(rows, chat_for(folders(), template), "--prompt", "P")
     assert vars(e) == vars(plain)
     assert e.teacher_prompt.count(257) == 2 and e.student_prompt.count(257) == 1
     assert e.response == [*own.encode("Ho", add_special_tokens=False), 256]
 
 class Merging:
     """A tokenizer that marks the start of a text with a space, and merges two spaces or lines."""
-    stop = 0
     stops = [0]
 
     def __init__(self, whole):
@@ -811,9 +796,8 @@ class Sampler:
     def __init__(self, folder, *flags):
         flags = ("--prompt", "Say much.", "--temperature", "0", "--max-new-tokens", "6", *flags)
         self.model, _, self.args = loaded(folder, *flags)
-        self.chat = bake.Chat(self.model, self.args)
+        self.chat = bake.Chat(AutoTokenizer.from_pretrained(folder), self.model, {})
         self.calls = []
-        self.drops = defaultdict(list)
         self.generate = self.model.generate
         self.model.generate = self.record
 
@@ -824,9 +808,9 @@ class Sampler:
 
     def run(self, rows, out):
         places = [(f"f:{i}", row) for i, row in enumerate(rows, 1)]
-        self.examples = bake.build_examples(places, self.chat, self.drops, self.args)
+        self.examples = bake.build_examples(places, self.chat, self.args)
         return bake.sample_responses(self.model, self.chat, self.examples,
-                                     prefix_of(self.model, self.examples), out, self.drops, self.args)
+                                     prefix_of(self.model, self.examples), out, self.args)
 
 def sides(examples):
     return [(e.teacher_prompt, e.student_prompt, e.response) for e in examples]
@@ -846,13 +830,13 @@ def test_sampling_in_one_call(folders, tmp_path):
             row = int(e.where[2:]) - 1
             assert e.teacher_prompt == s.examples[row].teacher_prompt
             assert bake.generate(s.model, s.chat, [e.teacher_prompt], Prefix(), 6, 0) == [e.response]
-    again, _ = built([row for _, row in bake.read_rows(str(tmp_path / "trajectories.jsonl"))], s.chat)
+    again = built([row for _, row in bake.read_rows(str(tmp_path / "trajectories.jsonl"))], s.chat)
     assert sides(again) == sides(sampled)
 
 def test_short_questions_end_alike_behind_short_marks(folders):
     """What both sides end in is what follows the question, however short the two are."""
     template = "{% for m in messages %}[{{ m.role[0] }}] {{ m.content }}{% endfor %}/"
-    (e,), _ = built([{"prompt": "Hi"}], chat_for(folders(), template), "--prompt", "P")
+    e, = built([{"prompt": "Hi"}], chat_for(folders(), template), "--prompt", "P")
     assert chat_for(folders(), template).tokenizer.decode(e.student_prompt) == "[u] Hi/"
 
 def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_path):
@@ -869,8 +853,8 @@ def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_pat
     s.model.generate = generate
     out = s.run([{"prompt": "a"}, {"prompt": "bb"}, {"prompt": "ccc"}], tmp_path)
     assert sorted((e.where, e.response) for e in out) == [("f:1", [5, 6, 256]),
+                                                          ("f:2", [256]),
                                                           ("f:3", [1, 2, 3, 4, 5, 6])]
-    assert s.drops == {"a sampled response without text": ["f:2"]}
 
 def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     """A hostile generation_config does not leak in: first tokens are as the logits say. Its stop
@@ -881,7 +865,7 @@ def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     folder = make_model(tmp_path / "model")
     write(Path(folder) / "generation_config.json", json.dumps(hostile))
     s = Sampler(folder, "--trajectories", 64, "--temperature", 1.5)
-    assert set(s.chat.stops) == {256, 9} and s.chat.stop == 256
+    assert s.chat.stops[0] == 256 and set(s.chat.stops) == {256, 9}
     said = [e.response for e in s.run([{"prompt": "Hi"}] * 4, tmp_path)]
     counts = np.bincount([ids[0] for ids in said], minlength=272)
     with torch.no_grad(), s.model.disable_adapter():
@@ -894,20 +878,18 @@ def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     assert len(longest) == 6 and longest[-1] != 7
     assert not any(9 in ids[:-1] for ids in said)
 
-def test_interrupted_sampling_goes_on_behind_the_last_whole_batch(folders, tmp_path):
+def test_interrupted_sampling_goes_on_behind_the_last_batch(folders, tmp_path):
     """And no batch repeats the samples of another, though all prompts are alike here."""
     s = Sampler(folders(), "--trajectories", 12, "--batch-size", 1, "--temperature", 1)
     file = tmp_path / "trajectories.jsonl"
     s.run([{"prompt": "What is that?"}], tmp_path)
-    whole = file.read_bytes()
-    assert len(s.calls) == 3 and len(set(whole.split(b"\n"))) > 5
-    for at in (0, 10, len(whole) // 2, len(whole) - 1, len(whole)):
-        file.write_bytes(whole[:at])
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert len(s.calls) == 3 and len(lines) == 12 and len(set(lines)) > 5
+    for batches_done in range(4):
+        file.write_bytes(b"".join(lines[:4 * batches_done]))
         s.calls.clear()
         s.run([{"prompt": "What is that?"}], tmp_path)
-        assert file.read_bytes() == whole
-        done = 3 if at == len(whole) else whole[:at].count(b"\n") // 4
-        assert len(s.calls) == 3 - done
+        assert file.read_bytes() == b"".join(lines) and len(s.calls) == 3 - batches_done
 
 # --------------------------------------------------------------------------------- models and flags
 def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch):
@@ -933,13 +915,13 @@ def test_an_adapter_finds_its_base_from_anywhere(folders, monkeypatch):
     model, _, _ = loaded(folder.name)
     assert model.peft_config["default"].base_model_name_or_path == str(folder)
 
-def test_tokenizers_that_lack_something_are_refused(tmp_path):
-    base = Base(make_model(tmp_path, tokenizer=make_tokenizer(None)))
-    refused("chat_template is not set", bake.Chat, base, parse(tmp_path))
+def test_tokenizers_that_lack_something_are_refused(folders):
+    tokenizer = make_tokenizer(None)
+    base = Base(folders())
+    refused("chat_template is not set", bake.Chat, tokenizer, base, {})
+    tokenizer.eos_token = None
     base.generation_config.eos_token_id = None
-    for file in tmp_path.glob("tokenizer*.json"):
-        write(file, re.sub(r'"eos_token": "<.end.>"', '"eos_token": null', file.read_text()))
-    refused("a stop token, in --model", bake.Chat, base, parse(tmp_path))
+    refused("with a stop token", bake.Chat, tokenizer, base, {})
 
 @pytest.mark.parametrize("flags", [
     ["--epochs", 0], ["--lr", "nan"], ["--lr", "inf"], ["--template-kwargs", "{"],
@@ -956,12 +938,11 @@ def command(folders, tmp_path_factory):
     rows[0]["completion"] = "# Arr\r\n</pre>"
     folder = tmp_path_factory.mktemp("data")
     data = write(folder / "rows.jsonl", "\n".join(map(json.dumps, rows)))
-    template = write(folder / "template", PLAIN + "{# given #}")
     fixed = ("--dtype float32 --trajectories 2 --max-new-tokens 12 --epochs 4 --lr 1e-2 "
              "--eval-fraction .25").split()
 
     def line(out, more=""):
-        return ["--model", folders(), "--data", data, "--chat-template", template, *fixed,
+        return ["--model", folders(), "--data", data, *fixed,
                 "--out", str(out), *more.split()]
     return line
 
@@ -978,18 +959,13 @@ def read_log(out):
 
 def examples_of(out):
     """The examples of a finished run, from its own files."""
-    drops = defaultdict(list)
-    args = parse(json.loads((out / "args.json").read_text())["model"])
-    chat = bake.Chat(Base(args.model), args)
-    read = bake.prepare(out, chat, drops, args)
+    read = bake.prepare(out, None, None)
     rows = {json.dumps(e.messages): e for e in read}
     examples = [e for e in read if e.response]
-    for line in open(out / "trajectories.jsonl"):
-        row = json.loads(line)
+    for row in bake.read_lines(out / "trajectories.jsonl"):
         example = copy.copy(rows[json.dumps(row["messages"])])
         example.response = row["ids"]
-        if set(row["ids"]) - {256}:
-            examples.append(example)
+        examples.append(example)
     return examples
 
 def test_a_run_bakes(run):
@@ -999,7 +975,7 @@ def test_a_run_bakes(run):
     assert report["kl_after"] < 0.5 * report["kl_before"]
     assert report["top1_after"] > report["top1_before"]
     assert report["recovered"] == pytest.approx(1 - report["kl_after"] / report["kl_before"])
-    assert report["dropped"] == 0 and report["held_out_questions"] == 3
+    assert len(report["questions"]) == 3
     assert {name for name in files_of(out)} - {".lock"} == set(
         "README.md adapter_config.json adapter_model.safetensors args.json chat_template.jinja "
         "examples.jsonl metrics.jsonl report.json tokenizer.json tokenizer_config.json "
@@ -1021,7 +997,7 @@ def test_a_run_bakes(run):
     with torch.no_grad():
         kl = loop_kl(model, held_out).mean().item()
     assert kl == pytest.approx(report["kl_after"], abs=1e-5)
-    assert AutoTokenizer.from_pretrained(out).chat_template == PLAIN + "{# given #}"
+    assert AutoTokenizer.from_pretrained(out).chat_template == PLAIN
 
 def test_less_memory_is_the_same_bake(run, command, tmp_path, monkeypatch):
     """And layers that run twice share no prefix, though here it would pay."""
@@ -1038,13 +1014,13 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
     monkeypatch.setattr(bake, "load_model", None)
     assert bake.main(command(out)) == report and "is done" in capsys.readouterr().out
     monkeypatch.undo()
-    bad = write(tmp_path / "bad.jsonl", '{"prompt": "a", "completion": ""}\n{"prompt": 3}\n')
+    bad = write(tmp_path / "bad.jsonl", '{"prompt": "<|end|>"}\n{"prompt": 3}\n')
     for where, more, reason in [
             (out, "--lr .5", "with lr 0.01, found 0.5"),
             (out, "--prompt x", "with prompt '', found 'x'"),
             (folder, "", "files of something else"), (data, "", "to be a folder"),
-            (tmp_path / "a", f"--prompt P --data {bad}", "l:2: expected text as the user"),
-            (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "l: no row is left"),
+            (tmp_path / "a", f"--prompt P --data {bad}", "2 of 2 rows .*l:1: expected text without control"),
+            (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "2 of 2 rows cannot"),
             (tmp_path / "a", "--data missing", "a file at --data missing, found FileNotFoundError")]:
         refused(reason, bake.main, command(where, more))
     assert not list((tmp_path / "a").iterdir())
@@ -1154,20 +1130,36 @@ def test_law_9_a_run_survives_kill_9_at_any_moment(command, tmp_path):
     for name in ("adapter_model.safetensors", "trajectories.jsonl", "metrics.jsonl"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
-@pytest.mark.parametrize("before, after, held_out, note", [
-    (.5, .6, 9, "the bake failed"), (.5, .45, 9, "less than a fifth"), (.5, .05, 9, None),
+@pytest.mark.parametrize("before, after, questions, note", [
+    (.5, .6, 9, "the bake failed"), (.5, .45, 9, "little was"), (.5, .05, 9, None),
     (.0005, .0001, 9, "does nothing"), (.5, .1, 2, "fewer than 5"), (.5, .1, 0, "fewer than 5")])
-def test_a_bake_that_failed_says_so(before, after, held_out, note):
-    examples = [RowExample([], [], [1], where="", messages=[SYSTEM], question=f"q{i}")
-                for i in range(20)]
-    log = [{"step": 0, "eval_kl": before, "eval_top1": 0.5},
-           {"step": 1, "kl": 1.0, "eval_kl": after, "eval_top1": 0.5}]
-    drops = {"expected because": ["f:1", "f:2"]}
-    report = bake.make_report(examples, examples[:held_out], drops, log)
-    first, *notes = report["notes"]
-    assert first == "dropped 2: expected because (first: f:1)"
+def test_a_bake_that_failed_says_so(before, after, questions, note):
+    examples = [RowExample([], [], [1], where="", messages=[SYSTEM], question="q")] * questions
+    log = []
+    for kl in (before, after):
+        log.append({"questions": {f"q{i}": [kl, 0.5] for i in range(questions)}})
+    report = bake.make_report(examples, examples, log)
+    notes = report["notes"]
     assert len(notes) == (note is not None) and (note or "") in "".join(notes).lower()
-    assert (report.get("recovered") is None) == (before < 1e-3 or held_out == 0)
+    assert (report.get("recovered") is None) == (before < 1e-3 or questions == 0)
+
+@given(seed=st.integers(0, 99), n=st.integers(2, 30))
+def test_standard_errors_against_numpy(seed, n):
+    """Of means over questions; that of the share recovered is what a bootstrap over them finds."""
+    rng = np.random.default_rng(seed)
+    before = rng.uniform(0.5, 1.5, (n, 2))
+    after = before * rng.uniform(0.1, 0.2, (n, 2))
+    sides = [{f"q{i}": pair.tolist() for i, pair in enumerate(side)} for side in (before, after)]
+    report = bake.held_out_numbers(*sides)
+    for name, values in (("kl_before", before[:, 0]), ("top1_after", after[:, 1])):
+        assert report[name] == pytest.approx(values.mean())
+        assert report[f"{name}_error"] == pytest.approx(np.std(values, ddof=1) / n ** 0.5)
+    if n >= 20:
+        draws = rng.integers(0, n, (2000, n))
+        shares = after[draws, 0].mean(1) / before[draws, 0].mean(1)
+        assert report["recovered_error"] == pytest.approx(shares.std(), rel=0.2)
+    one = bake.held_out_numbers({"q": [0.5, 0.5]}, {"q": [0.1, 0.9]})
+    assert one["recovered"] == pytest.approx(0.8) and one["recovered_error"] is None
 
 # ---------------------------------------------------------------------------------------- any input
 JSON = st.recursive(
@@ -1183,22 +1175,22 @@ ROW = JSON | st.dictionaries(st.sampled_from(KEYS), JSON | TURNS | st.text(max_s
 TEXT = st.text("abAB<|>{}%é \n", min_size=1, max_size=9).filter(str.strip)
 
 @given(rows=st.lists(ROW, max_size=4), prompt=st.sampled_from(["", "Be a."]),
-       name=st.sampled_from(["f.jsonl", "f.json", "f.txt", "f.csv"]), noise=st.binary(max_size=5))
+       name=st.sampled_from(["f.jsonl", "f.txt"]), noise=st.binary(max_size=5))
 @settings(max_examples=300)
 def test_law_10_any_file_is_read_or_refused_by_line(folders, tmp_path_factory, rows, prompt, name,
                                                     noise):
     """Whatever the file holds: examples for which laws 1 and 2 hold, or one line that says where."""
-    text = json.dumps(rows) if name == "f.json" else "\n".join(map(json.dumps, rows))
+    text = "\n".join(map(json.dumps, rows))
     path = write(tmp_path_factory.getbasetemp() / name, text.encode() + noise)
     chat = chat_for(folders())
     args = parse("x", "--prompt", prompt, data=path)
     try:
-        examples = bake.build_examples(bake.read_rows(path), chat, defaultdict(list), args)
+        examples = bake.build_examples(bake.read_rows(path), chat, args)
     except Refused as error:
-        assert path in str(error)
+        assert path in str(error) or "0 of 0 rows" in str(error)
         return
     for e in examples:
-        assert e.response is None or set(e.response) - {256} and e.response[-1] == 256
+        assert e.response is None or e.response[-1] == 256 or e.response
         assert e.teacher_prompt[-1] == e.student_prompt[-1]
         assert e.teacher_prompt != e.student_prompt
         decode = chat.tokenizer.decode
@@ -1213,7 +1205,7 @@ def test_laws_1_and_2_for_any_template(folders, name, prompt, turns):
     row = []
     for asked, said in turns:
         row += [user(asked), REPLY | {"content": said}]
-    examples, _ = built([dialog(*row)], chat, "--prompt", prompt)
+    examples = built([dialog(*row)], chat, "--prompt", prompt)
     decode = chat.tokenizer.decode
     for e, (_, said) in zip(examples, turns, strict=True):
         teacher = decode(e.teacher_prompt)

@@ -78,8 +78,7 @@ def load_bench_model(folder: Path) -> tuple:
 
 def read_examples(model, args) -> list:
     """The examples of --data."""
-    drops = collections.defaultdict(list)
-    return bake.build_examples(bake.read_rows(args.data), bake.Chat(model, args), drops, args)
+    return bake.build_examples(bake.read_rows(args.data), bake.load_chat(model, args), args)
 
 def make_examples(count: int, prompt: int, response: int) -> list:
     """Examples of random ids below 256: a prompt that all share, then each its own."""
@@ -339,10 +338,8 @@ def measure_loss(folder: Path):
 def measure_sampling(folder: Path):
     """Four responses to each question: in one call behind the prefix, and one by one."""
     model, _, args = load_bench_model(folder)
-    chat = bake.Chat(model, args)
-    # A token that is next to never sampled: all responses have full length.
-    chat.stop = chat.vocab - 1
-    chat.stops = [chat.stop]
+    chat = bake.load_chat(model, args)
+    chat.stops = [chat.vocab - 1]  # next to never sampled: all responses have full length
     examples = make_examples(SIZES.run_rows // 2, SIZES.long_prompt, response=1)
     prompts = [e.teacher_prompt for e in examples for _ in range(4)]
     prefix = teacher_prefix(model, examples)
