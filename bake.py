@@ -700,11 +700,12 @@ def sampling_prefix(model, prompts: list, prefix: Prefix) -> Prefix:
     if not prefix.full_attention:
         prefix = Prefix()  # padding would enter a recurrent state, or take up a window
     extremes = [min(prompts, key=len), max(prompts, key=len)]
-    alone = torch.cat([first_logits(model, [prompt], Prefix()) for prompt in extremes])
-    for candidate in (prefix, Prefix()):
-        if agree(first_logits(model, extremes, candidate), alone, 1e-3):
-            return candidate
-    raise Refused("expected a model that masks padding, to sample responses: give it your own")
+    with expect("a model that generates and masks padding, or a response in each row"):
+        alone = torch.cat([first_logits(model, [prompt], Prefix()) for prompt in extremes])
+        for candidate in (prefix, Prefix()):
+            if agree(first_logits(model, extremes, candidate), alone, 1e-3):
+                return candidate
+        raise ValueError("other logits behind padding")
 
 def sample_responses(model, chat: Chat, examples: list, prefix: Prefix, out: Path, args) -> list:
     """Each example without a response becomes --trajectories examples with one.
@@ -734,6 +735,18 @@ def sample_responses(model, chat: Chat, examples: list, prefix: Prefix, out: Pat
     return [e for e in examples if e.response] + asked
 
 # ---------------------------------------------------------------------- the run: model and training
+def no_place_for_lora(base) -> list[str]:
+    """The linear layers that give more than a product, as routers do, or are read past their
+    forward, as the output projections of Mamba are: by the last part of their names."""
+    names = set()
+    for parent in base.modules():
+        for name, module in parent.named_children():
+            routes = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
+            mamba = hasattr(parent, "A_log") and hasattr(parent, "D")
+            if routes or mamba and name == "out_proj":
+                names.add(name)
+    return sorted(names)
+
 def load_model(args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
     if os.path.exists(os.path.join(args.model, "adapter_config.json")):
@@ -752,8 +765,11 @@ def load_model(args) -> tuple:
     if modules != "all-linear":
         modules = [name.strip() for name in modules.split(",")]
     torch.manual_seed(args.seed)  # of the LoRA matrices
+    excluded = no_place_for_lora(base)
+    if excluded:
+        print(f"without LoRA: {', '.join(excluded)}")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
-                             target_modules=modules)
+                             target_modules=modules, exclude_modules=excluded)
     with expect(f"--target-modules {args.target_modules} to be linear layers of the model"):
         model = peft.get_peft_model(base, config).eval()
 
