@@ -19,12 +19,12 @@ bench: $(MODEL) ## measure time and memory against the usual ways (20 minutes on
 
 SEEDS := 0 1 2
 PROMPTS := pirate json french brief refuse support
-results: $(MODEL) ## bake six prompts with three seeds each, and print what a paper would (90 minutes)
+results: $(MODEL) ## bake six prompts with three seeds each, and print what a paper would (an hour on 2 cores)
 	mkdir -p runs/results
 	for seed in $(SEEDS); do for prompt in $(PROMPTS); do \
 		$(PYTHON) bake.py --model $(MODEL) --data examples/questions.txt \
 			--prompt "$$(cat examples/prompts/$$prompt.txt)" --seed $$seed \
-			--trajectories 2 --max-new-tokens 48 --out runs/results/$$prompt-$$seed \
+			--trajectories 1 --max-new-tokens 48 --out runs/results/$$prompt-$$seed \
 			>> runs/results/log.txt 2>&1 || exit 1; done; done
 	$(PYTHON) bake.py --model $(MODEL) --data examples/questions.txt \
 		--prompt "$$(cat examples/prompts/pirate.txt)" \
