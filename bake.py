@@ -1076,10 +1076,12 @@ def bake(args, out: Path):
 
     prefix = exact_prefix(model, [e.teacher_prompt for e in examples])
     examples = sample_responses(model, chat, examples, prefix, out, args)
-    if (out / "targets").exists():
-        read_targets(model, examples, out / "targets")
+    targets = out / "targets"
+    if targets.exists():
+        with whole(targets):
+            read_targets(model, examples, targets)
     else:
-        teacher_targets(model, examples, prefix, out / "targets", args.micro_batch_size, tqdm)
+        teacher_targets(model, examples, prefix, targets, args.micro_batch_size, tqdm)
 
     trained = [e for e in examples if not e.held_out]
     held_out = [e for e in examples if e.held_out]

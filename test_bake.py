@@ -1078,6 +1078,38 @@ def test_law_9_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch, stopped_in):
     refused("", bake.write_whole, tmp_path / "file", "new", error=ZeroDivisionError)
     assert (tmp_path / "file").read_text() == "old"
 
+def test_damaged_files_are_named_and_made_again(command, run, tmp_path, monkeypatch):
+    """One line says which file to delete; then the same command ends in the same bits."""
+    monkeypatch.setattr(bake, "write_results", None)
+    refused("not callable", bake.main, command(tmp_path), error=TypeError)
+    monkeypatch.undo()
+    for name in ("examples.jsonl", "trajectories.jsonl", "targets", "checkpoint.pt"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-20])
+        refused(f"{name} as it was written: delete it", bake.main, command(tmp_path))
+        path.unlink()
+    assert bake.main(command(tmp_path)) == run[1]
+    for name in ("adapter_model.safetensors", "report.json"):
+        (tmp_path / name).unlink()
+        assert bake.main(command(tmp_path)) == run[1]
+        assert (tmp_path / name).read_bytes() == (run[0] / name).read_bytes()
+    write(tmp_path / "report.json", "{")
+    refused("report.json as it was written: delete it", bake.main, command(tmp_path))
+    write(tmp_path / "args.json", "")
+    refused("args.json as it was written: delete the folder", bake.main, command(tmp_path))
+
+def test_an_adapter_that_loads_otherwise_is_refused(folders, tmp_path, monkeypatch):
+    """As where PEFT maps the names of a model's weights otherwise. Here it reads none of them."""
+    model, _, _ = loaded(folders())
+    fresh = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    monkeypatch.setattr(model, "load_adapter", lambda _, name: model.add_adapter(name, fresh))
+    refused("to be what was trained", bake.write_results, model, chat_for(folders()), {}, tmp_path)
+    assert not (tmp_path / "report.json").exists()
+
+def test_what_is_shown_cannot_steer_a_terminal(capsys):
+    bake.show("é", "a\n\tb\x1b[2J\x9b\u202ec é")
+    assert capsys.readouterr().out == "--- é\na\n\tb\\x1b[2J\\x9b\\u202ec é\n"
+
 def test_another_model_under_the_same_name_is_another_run(command, tmp_path):
     line = command(tmp_path / "out", "--epochs 1 --trajectories 1")
     line[1] = make_model(tmp_path / "model")
