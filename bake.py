@@ -71,8 +71,7 @@ def token_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor,
              temperature: float = 1.0) -> torch.Tensor:
     """(n, V), (n, V) -> (n,): KL(p ‖ q) = Σ_v p_v (log p_v − log q_v), in nats.
 
-    p is the teacher, q the student. This is the definition, which ChunkedKL computes in chunks; a
-    temperature divides both sides' logits, and the KL is not multiplied by its square."""
+    The definition: p is the teacher, q the student, the temperature divides the logits of both."""
     log_q = log_probs(student_logits, temperature)
     log_p = log_probs(teacher_logits, temperature)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -144,7 +143,9 @@ def teacher_mode(model):
 
 def run_trunk(model, ids: torch.Tensor, use_cache: bool = False, **more):
     """(B, T) ids -> the output of the model without its head: last_hidden_state (B, T, D)."""
-    return model.get_decoder()(input_ids=ids, use_cache=use_cache, return_dict=True, **more)
+    decoder = model.get_decoder()
+    decoder = getattr(decoder, "model", decoder)  # Llama 4 says that its decoder is all of it
+    return decoder(input_ids=ids, use_cache=use_cache, return_dict=True, **more)
 
 def logits_of(matrix, factor: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:
     """Final hidden states (n, D) -> logits (n, V)."""
@@ -268,12 +269,11 @@ def teacher_targets(model, examples: list[Example], prefix: Prefix, path: Path, 
     read_targets(model, examples, path)
 
 def read_targets(model, examples: list[Example], path: Path):
-    """Sets every example.target: a view of its rows of the file that teacher_targets wrote."""
+    """Sets every example.target: a view of its rows of the (N, D) file of teacher_targets."""
     tokens = sum(len(e.response) for e in examples)
     width = model.get_output_embeddings().weight.shape[1]
-    targets = torch.from_file(str(path), size=tokens * width, dtype=model.dtype)
+    targets = torch.from_file(str(path), size=tokens * width, dtype=model.dtype).view(-1, width)
     assert path.stat().st_size == targets.nbytes, "the targets of other examples"
-    targets = targets.view(tokens, width)  # (N, D), read from the disk where it is used
     start = 0
     for example in sorted_by_length(examples, "teacher_prompt"):  # as they were written
         example.target = targets[start:start + len(example.response)]
@@ -506,8 +506,9 @@ class Chat:
         self.template_kwargs = template_kwargs
         self.vocab = model.get_input_embeddings().num_embeddings
         config = model.config.get_text_config()
-        limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-        self.limit = min(limit or sys.maxsize for limit in limits)
+        self.limit = sys.maxsize
+        for name in ("max_position_embeddings", "max_seq_len"):
+            self.limit = min(self.limit, getattr(config, name, None) or sys.maxsize)
 
         ends = np.hstack([tokenizer.eos_token_id, model.generation_config.eos_token_id])
         self.stops = [int(token) for token in ends if token is not None]
@@ -735,15 +736,24 @@ def sample_responses(model, chat: Chat, examples: list, prefix: Prefix, out: Pat
     return [e for e in examples if e.response] + asked
 
 # ---------------------------------------------------------------------- the run: model and training
+def gives_a_product(layer) -> bool:
+    """Whether it maps (n, in) to (n, out), which LoRA takes for granted. A router gives more."""
+    try:
+        with torch.no_grad():
+            product = layer(layer.weight.new_ones(1, layer.in_features))
+        return torch.is_tensor(product) and product.shape == (1, layer.out_features)
+    except RuntimeError:  # it takes another shape
+        return False
+
 def no_place_for_lora(base) -> list[str]:
-    """The linear layers that give more than a product, as routers do, or are read past their
-    forward, as the output projections of Mamba are: by the last part of their names."""
+    """The linear layers that LoRA cannot stand on, by the last part of their names: of those with
+    a forward of their own some, and Mamba's output projections, whose weights are read past it."""
     names = set()
     for parent in base.modules():
-        for name, module in parent.named_children():
-            routes = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
+        for name, layer in parent.named_children():
+            own = isinstance(layer, torch.nn.Linear) and "transformers" in type(layer).__module__
             mamba = hasattr(parent, "A_log") and hasattr(parent, "D")
-            if routes or mamba and name == "out_proj":
+            if own and not gives_a_product(layer) or mamba and name == "out_proj":
                 names.add(name)
     return sorted(names)
 
@@ -752,12 +762,19 @@ def load_model(args) -> tuple:
     if os.path.exists(os.path.join(args.model, "adapter_config.json")):
         raise Refused(f"expected a plain model, found an adapter in --model {args.model}: merge it "
                       "first, with PEFT's merge_and_unload")
+    usual = "bfloat16" if "cuda" in args.device else "float32"
+    dtype = usual if args.dtype in ("auto", "4bit") else args.dtype
     with expect(f"--model {args.model} to be a causal language model, on --device {args.device}"):
+        quantization = None
+        if args.dtype == "4bit":
+            quantization = transformers.BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype)
         # The adapter names its base: an absolute path loads from anywhere.
         name = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
         base = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-        base = base.to(args.device).eval()
+            name, dtype=dtype, quantization_config=quantization, device_map=args.device,
+            trust_remote_code=args.trust_remote_code).eval()
         base.config.get_text_config().use_cache = True  # training often saves it as False
         head = make_head(base)
 
@@ -919,7 +936,7 @@ def make_report(trained: list, held_out: list, log: list) -> dict:
         report |= held_out_numbers(log[0]["questions"], log[-1]["questions"])
         recovered = report["recovered"]
         if recovered is None:
-            report["notes"].append("KL before is under 0.001: the prompt does nothing here to bake.")
+            report["notes"].append("KL before is under 0.001: the prompt does nothing to bake.")
         elif recovered < 0:
             report["notes"].append("Held-out KL rose, the bake failed: try a lower --lr.")
         elif recovered < 0.2:
@@ -932,14 +949,12 @@ def write_results(model, chat: Chat, report: dict, out: Path):
     """The adapter, loaded back to see that it is what was trained, and its report last."""
     model.save_pretrained(out)
     chat.tokenizer.save_pretrained(out)
-    ids = torch.arange(8, device=model.device)[None]
-    with torch.no_grad():
-        trained = model(input_ids=ids).logits
-        model.load_adapter(out, "saved")
-        model.set_adapter("saved")
-        if not agree(model(input_ids=ids).logits, trained, 1e-4):
-            raise Refused(f"expected the adapter in {out} to be what was trained: PEFT loads it "
-                          "otherwise for this model")
+    model.load_adapter(out, "saved")
+    saved = peft.get_peft_model_state_dict(model, adapter_name="saved")
+    for name, weights in peft.get_peft_model_state_dict(model).items():
+        if not torch.equal(weights, saved[name]):
+            raise Refused(f"expected the adapter in {out} to be what was trained: PEFT loads "
+                          f"{name} otherwise")
     write_whole(out / "report.json", json.dumps(report, indent=2))
 
 def show(title: str, text: str):
@@ -1029,7 +1044,7 @@ FLAGS = {  # name: (default, meaning); what has no default is required
     "gradient-checkpointing": (False, "less memory, a third more time"),
     "eval-fraction": (0.15, "share of the questions held out"),
     "split-seed": (0, "of the choice of them"),
-    "dtype": ("auto", "float32, bfloat16 or float16; auto is bfloat16 on cuda"),
+    "dtype": ("auto", "float32, bfloat16, float16 or 4bit; auto is bfloat16 on cuda"),
     "device": ("cuda" if torch.cuda.is_available() else "cpu", "cuda, cuda:1, cpu, ..."),
     "seed": (0, "of sampling, LoRA and data order"),
     "out": ("runs/bake", "folder for adapter, report and work in progress"),
@@ -1049,16 +1064,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                                 help=meaning)
 
     args = parser.parse_args(argv)
+    from_zero = ("temperature", "eval_fraction", "seed", "split_seed", "warmup")
     for name, value in vars(args).items():
-        least = 0 if name in ("temperature", "eval_fraction", "seed", "split_seed", "warmup") else 1e-9
+        least = 0 if name in from_zero else 1e-9
         below = 1 if name in ("eval_fraction", "warmup") else 2**32
         if type(value) in (int, float) and not least <= value < below:  # NaN is neither
             parser.error(f"--{name.replace('_', '-')} {value}: expected {least} to {below}")
 
     args.ignore = [key.strip() for key in args.ignore.split(",") if key.strip()]
     args.template_kwargs = parse_json(args.template_kwargs, "--template-kwargs")
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if "cuda" in args.device else "float32"
     args.micro_batch_size = min(args.micro_batch_size, args.batch_size)
     if args.temperature == 0:
         args.trajectories = 1  # greedy ones are all alike

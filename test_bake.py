@@ -91,11 +91,11 @@ BIDIRECTIONAL = {"Gemma3Text": {"head_dim": 8, "use_bidirectional_attention": Tr
 NO_CACHE = ["Rwkv"]  # every prompt is read in full
 RECURRENT = ["Rwkv", "Mamba2", "FalconH1"]
 
-def make_model(folder, family="Llama", tokenizer=None):
+def make_model(folder, family="Llama", tokenizer=None, **size):
     """A random model, scaled up until what it predicts is far from uniform, with its tokenizer."""
     torch.manual_seed(0)
-    more = (FAMILIES | BIDIRECTIONAL)[family]
-    config = getattr(transformers, f"{family}Config")(**SIZE | more, use_cache=False)
+    size = SIZE | (FAMILIES | BIDIRECTIONAL)[family] | size
+    config = getattr(transformers, f"{family}Config")(**size, use_cache=False)
     model = AutoModelForCausalLM.from_config(config)
     for param in model.parameters():
         if param.dim() == 2:
@@ -420,6 +420,21 @@ def test_half_precision_bases(folders, dtype, tmp_path):
     for tensor in (kl, *torch.autograd.grad(kl.sum(), lora(model))):
         assert tensor.dtype == torch.float32 and tensor.isfinite().all()
     assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
+
+def test_4_bit_bases(tmp_path):
+    """The teacher is the quantised model itself, so the sides differ in prompt and adapter alone."""
+    pytest.importorskip("bitsandbytes")
+    folder = make_model(tmp_path / "model", hidden_size=128)  # blocks are of 64 weights
+    args = parse(folder, "--dtype", "4bit", "--lr", 1e-2)
+    model, head = bake.load_model(args)
+    assert model.model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    examples = make_examples([(3, 4, 2), (1, 9, 7)])
+    fill_targets(model, examples, tmp_path)
+    for e in examples:
+        e.where = "row"
+    assert_close(bake.batch_kl(model, head, examples), loop_kl(model, examples), atol=0.02, rtol=0.05)
+    log = bake.train(model, head, examples, [], args, tmp_path)
+    assert log[-1]["kl"] < 0.9 * log[1]["kl"]
 
 def test_an_example_has_a_token_of_each(model64):
     model, head, _ = model64
@@ -1101,7 +1116,7 @@ def test_damaged_files_are_named_and_made_again(command, run, tmp_path, monkeypa
 def test_an_adapter_that_loads_otherwise_is_refused(folders, tmp_path, monkeypatch):
     """As where PEFT maps the names of a model's weights otherwise. Here it reads none of them."""
     model, _, _ = loaded(folders())
-    fresh = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    fresh = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
     monkeypatch.setattr(model, "load_adapter", lambda _, name: model.add_adapter(name, fresh))
     refused("to be what was trained", bake.write_results, model, chat_for(folders()), {}, tmp_path)
     assert not (tmp_path / "report.json").exists()
