@@ -907,25 +907,23 @@ def standard_error(values: np.ndarray) -> float | None:
 
 def held_out_numbers(before: dict, after: dict) -> dict:
     """Scores of each question -> what a paper prints: means over questions, and their errors."""
-    questions = []
-    for question, (kl, top1) in before.items():
-        new_kl, new_top1 = after[question]
-        questions.append({"question": question, "kl_before": kl, "kl_after": new_kl,
-                          "top1_before": top1, "top1_after": new_top1})
-    report = {"recovered": None, "recovered_error": None}
-    column = {}
-    for name in ("kl_before", "kl_after", "top1_before", "top1_after"):
-        column[name] = np.array([row[name] for row in questions])
-        report[name] = float(column[name].mean())
-        report[f"{name}_error"] = standard_error(column[name])
+    names = ["kl_before", "top1_before", "kl_after", "top1_after"]
+    report = {"recovered": None, "recovered_error": None, "questions": []}
+    for question, scores in before.items():
+        values = dict(zip(names, scores + after[question]))
+        report["questions"].append({"question": question} | values)
 
+    columns = {name: np.array([row[name] for row in report["questions"]]) for name in names}
+    for name, values in columns.items():
+        report[name] = float(values.mean())
+        report[f"{name}_error"] = standard_error(values)
     if report["kl_before"] >= 1e-3:
         left = report["kl_after"] / report["kl_before"]
         report["recovered"] = 1 - left
         # The error of a ratio of means, to first order.
-        error = (column["kl_after"] - left * column["kl_before"]) / report["kl_before"]
-        report["recovered_error"] = standard_error(error)
-    return report | {"questions": questions}
+        residuals = columns["kl_after"] - left * columns["kl_before"]
+        report["recovered_error"] = standard_error(residuals / report["kl_before"])
+    return report
 
 def make_report(trained: list, held_out: list, log: list) -> dict:
     """Every number that the terminal shows and a paper prints, and plain words on them."""
