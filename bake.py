@@ -36,7 +36,6 @@ from torch.nn.utils.rnn import pad_sequence
 # Part 2 needs these besides.
 import argparse
 import collections
-import csv
 import hashlib
 import io
 import json

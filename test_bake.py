@@ -20,7 +20,6 @@ import functools
 import json
 import math
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -1327,39 +1326,3 @@ def test_law_11_part_1_stands_alone(run, folders, tmp_path, monkeypatch):
     assert [step for step, _, _ in steps] == [entry["step"] for entry in log[1:]]
     assert [kl for _, kl, _ in steps] == pytest.approx([e["kl"] for e in log[1:]], rel=1e-4)
     assert [norm for *_, norm in steps] == pytest.approx([e["grad_norm"] for e in log[1:]], rel=1e-4)
-
-def test_the_commands_of_the_readme_are_commands():
-    """Every line that calls bake.py parses, and the files that it names are there."""
-    commands = re.findall(r"^    python bake.py (.*)$", (ROOT / "README.md").read_text(), re.M)
-    for line in commands:
-        args = bake.parse_args(shlex.split(line))
-        assert (ROOT / args.data).exists()
-    assert len(commands) == 3 and (ROOT / "examples/prompts/french.txt").exists()
-
-def execute(block, out, folder):
-    """A block of the README, on the run in `out`, with what it writes in `folder`."""
-    space = {}
-    exec(block.replace("runs/mine", str(out)).replace("runs/", f"{folder}/"), space)
-    return space
-
-def test_the_readme_recipes(run, folders, tmp_path, capsys):
-    """Loading, merging, a second prompt on the merged model, and half-baking, as they are typed."""
-    out, _ = run
-    loading = [block for block in blocks_of("") if "generate" in block]
-    merge, second, half = blocks_of("Recipes")
-    loaded_model = execute(loading[0], out, tmp_path)["model"].to(DEVICE)
-    assert capsys.readouterr().out.strip()
-    execute(merge, out, tmp_path)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").to(DEVICE)
-    ids = torch.tensor([examples_of(out)[0].student_prompt], device=DEVICE)
-    with torch.no_grad():
-        baked = loaded_model(input_ids=ids).logits
-        assert (merged(input_ids=ids).logits - baked).abs().max() < 1e-4
-        halved = execute(half, out, tmp_path)["model"].to(DEVICE)(input_ids=ids).logits
-        base = AutoModelForCausalLM.from_pretrained(folders()).to(DEVICE)(input_ids=ids).logits
-    assert 0 < (halved - base).abs().mean() < (baked - base).abs().mean()
-    program, *line = second.replace("runs/", f"{tmp_path}/").split()[1:]
-    data = write(tmp_path / "one.jsonl", "\n".join(open(ROOT / line[3]).read().split("\n")[:4]))
-    line[3] = data
-    report = bake.main([*line, "--max-new-tokens", "4", "--epochs", "1", "--dtype", "float32"])
-    assert program == "bake.py" and report["kl_before"] > 0
