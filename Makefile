@@ -37,7 +37,7 @@ results: $(MODEL) ## bake six prompts with three seeds each, and print what a pa
 	$(PYTHON) examples/curve.py runs/results/measured.md examples/curve.svg
 
 clean: ## remove what the other targets made, but for the model
-	rm -rf .venv runs .pytest_cache .hypothesis __pycache__
+	rm -rf .venv runs/demo runs/results .pytest_cache .hypothesis __pycache__
 
 .venv/installed: requirements.txt
 	python3 -m venv .venv

@@ -8,9 +8,9 @@ predicts what it would predict with it, over the tokens of responses y:
     P_θu(y | x) ≈ P_θ(y | u, x)    by minimising    KL( P_θ(·|u,x) ‖ P_θu(·|x) )
 
 One network is both teacher (adapters off, sees u) and student (adapters on, does not). The KL is
-exact, over the whole vocabulary. However long u is, a step costs what plain fine-tuning costs:
+exact, over the whole vocabulary. However long u is, a step costs about what fine-tuning costs:
   1. the teacher is frozen: its final hidden states are computed once and kept in a file;
-  2. prompts start alike: the tokens that a batch has in common at the start are read once;
+  2. prompts start alike: the tokens that they have in common at the start are read once;
   3. only positions that predict the response meet the head, in chunks that form their gradient.
 
     $ python bake.py --model Qwen/Qwen3-0.6B --data examples/pirate.jsonl
@@ -52,7 +52,7 @@ from tqdm import tqdm
 
 @dataclass(eq=False)
 class Example:
-    """One response. Each side reads its own prompt, and then the response."""
+    """One response, with its stop token. Each side reads its own prompt, and then the response."""
     teacher_prompt: list[int]
     student_prompt: list[int]
     response: list[int]
@@ -89,7 +89,7 @@ class ChunkedKL(torch.autograd.Function):
         ctx.grad = torch.zeros_like(student)
         for part in rows.split(chunk):
             hidden = student[part].detach().requires_grad_()
-            with torch.enable_grad():  # for the teacher too, to see whether the head is trained
+            with torch.enable_grad():  # the teacher's logits need one only if the head does
                 logits = head(hidden)  # (chunk, V)
                 teacher_logits = head(teacher[part].detach())
             if teacher_logits.requires_grad:
@@ -97,7 +97,7 @@ class ChunkedKL(torch.autograd.Function):
             log_q = log_probs(logits.detach(), temperature)
             log_p = log_probs(teacher_logits, temperature)
             p = log_p.exp()
-            # Another loss is another line here, and its derivative in grad_logits.
+            # Another loss is another line here, in grad_logits and in token_kl.
             kl[part] = (p * (log_p - log_q)).sum(-1)
             if ctx.needs_input_grad[0]:
                 grad_logits = (log_q.exp() - p).to(logits.dtype) / temperature
@@ -143,7 +143,7 @@ def teacher_mode(model):
 def run_trunk(model, ids: torch.Tensor, use_cache: bool = False, **more):
     """(B, T) ids -> the output of the model without its head: last_hidden_state (B, T, D)."""
     decoder = model.get_decoder()
-    decoder = getattr(decoder, "model", decoder)  # Llama 4 says that its decoder is all of it
+    decoder = getattr(decoder, "model", decoder)  # Llama 4 gives the whole model
     return decoder(input_ids=ids, use_cache=use_cache, return_dict=True, **more)
 
 def logits_of(matrix, factor: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:
@@ -201,8 +201,8 @@ class Prefix:
     def full_attention(self) -> bool:
         """Whether every layer attends to all tokens: no window, no recurrent state."""
         layers = self.cache.layers if self.length else []
-        kinds = [hasattr(x, "recurrent_states") or getattr(x, "is_sliding", True) for x in layers]
-        return not any(kinds)
+        limited = [hasattr(x, "recurrent_states") or getattr(x, "is_sliding", True) for x in layers]
+        return not any(limited)
 
 def repeated(state, size: int, copied: bool = False):
     """What a cache layer holds, for `size` rows: a view, or a copy where a call overwrites it."""
@@ -214,7 +214,7 @@ def repeated(state, size: int, copied: bool = False):
 
 def shared_prefix(model, prompts: list[list[int]]) -> Prefix:
     """Reads once what all prompts start with, but for the last token of each. For a model whose
-    cache is not exact, set config.use_cache = False: then nothing is shared."""
+    cache is not exact (see exact_prefix), set config.use_cache = False: nothing is shared then."""
     common = os.path.commonprefix([prompt[:-1] for prompt in prompts])
     if not common or not getattr(model.config.get_text_config(), "use_cache", True):
         return Prefix()
@@ -295,8 +295,8 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
         return peak * step / rise
     return peak * 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise + 1)))
 
-# Saved tokens from which it pays: on 2 CPU cores a step took .99-1.17 of the time with 24 of them,
-# .95 with 72, .89-.92 with 168, .76-.91 with 360. GPUs, whose launches cost more: not measured.
+# Tokens saved from which a shared student prefix pays. On 2 CPU cores a step took .99-1.17 of the
+# time at 24, .95 at 72, .89-.92 at 168, .76-.91 at 360. On a GPU, whose calls cost more: a guess.
 PAYS = {"cpu": 96, "cuda": 4096}
 def student_prefix(model, prompts: list[list[int]]) -> Prefix:
     """What the student prompts of a batch start with, read once, with gradient, where that pays."""
@@ -320,7 +320,7 @@ def batch_kl(model, head, examples: list[Example], temperature: float = 1.0) -> 
 
 def train_step(model, head, batch: list[Example], params: list, micro_batch_size: int,
                temperature: float = 1.0) -> torch.Tensor:
-    """Leaves the mean KL's gradient, clipped to 1, in `params` -> [that KL, the norm before]."""
+    """Adds the mean KL's gradient to params' .grad, clips it to 1 -> (2,): KL, norm before."""
     total = 0.0
     for part in by_length(batch, micro_batch_size):
         loss = batch_kl(model, head, part, temperature).sum() / len(batch)
@@ -378,22 +378,21 @@ def unique(pairs: list) -> dict:
         raise ValueError(f"a key twice among {', '.join(key for key, _ in pairs)}")
     return dict(pairs)
 
-def parse_json(text: str, where: str):
-    with expect(f"JSON in {where}"):
+def parse_json(text: str, what: str):
+    with expect(f"{what} in JSON"):
         return json.loads(text, object_pairs_hook=unique)
 
 def read_rows(path: str) -> list:
-    """A .jsonl file, or a .txt file with a question a line -> [(file:line, row)]."""
+    """A .jsonl file, or a .txt file with a question a line -> [(file:line, JSON of a row)]."""
     with expect(f"--data {path} to be .jsonl or .txt, in UTF-8"):
         text = Path(path).read_text(encoding="utf-8-sig")
         if not path.endswith((".jsonl", ".txt")):
             raise ValueError("another kind of file: README has a line that makes rows of it")
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
-        where = f"{path}:{number}"
         if line.strip():
-            row = {"prompt": line} if path.endswith(".txt") else parse_json(line, where)
-            rows.append((where, row))
+            row = json.dumps({"prompt": line}) if path.endswith(".txt") else line
+            rows.append((f"{path}:{number}", row))
     return rows
 
 def rename(record, names: dict, known: list, ignored: list) -> dict:
@@ -438,13 +437,13 @@ def read_messages(value, role: str, ignored: list) -> list:
     messages = []
     for message in value:
         message = rename(message, MESSAGE_NAMES, ["role", "content", "weight"], ignored)
-        role = message.get("role")
-        if role not in list(ROLES):
-            raise Refused(f"expected a role of {', '.join(ROLES)}, found {role!r:.200}")
+        speaker = message.get("role")
+        if speaker not in list(ROLES):
+            raise Refused(f"expected a role of {', '.join(ROLES)}, found {speaker!r:.200}")
         if message.get("weight", 1) not in (0, 1, "0", "1"):
             raise Refused(f"expected a weight of 0 or 1, found {message['weight']!r:.200}")
-        content = read_text(message.get("content", ""), role, ignored)
-        messages.append(message | {"role": ROLES[role], "content": content})
+        content = read_text(message.get("content", ""), speaker, ignored)
+        messages.append(message | {"role": ROLES[speaker], "content": content})
     return messages
 
 def check_turns(messages: list):
@@ -486,6 +485,9 @@ def conversations(row, ignored: list) -> list:
             found.append((messages[:i], message["content"], row.get("ids")))
     if messages and messages[-1]["role"] == "user":
         found.append((messages, None, row.get("ids")))
+    if not found:
+        raise Refused("expected a response to train on, or a user's turn at the end, found "
+                      f"{', '.join(message['role'] for message in messages)}")
     return found
 
 # -------------------------------- prompts: teacher ids, student ids, and the response both end in
@@ -628,12 +630,12 @@ def build_examples(rows: list, chat: Chat, args) -> list[RowExample]:
     bad = []
     for where, row in rows:
         try:
-            examples += [build_example(where, *one, chat, args)
-                         for one in conversations(row, args.ignore)]
+            found = conversations(parse_json(row, "a row"), args.ignore)
+            examples += [build_example(where, *one, chat, args) for one in found]
         except Refused as error:
             bad.append(f"{where}: {error}")
 
-    summary = f"{len(bad)} of {len(rows)} rows cannot be used. {' '.join(bad[:1])}"
+    summary = f"{len(bad)} of {len(rows)} rows in {args.data} cannot be used. {' '.join(bad[:1])}"
     if not examples or bad and not args.skip_bad_rows:
         raise Refused(f"{summary} (--skip-bad-rows leaves such rows out)")
     if bad:
@@ -849,7 +851,7 @@ def train(model, head, trained: list, held_out: list, args, out: Path) -> list[d
     optimizer = torch.optim.AdamW(params.values(), weight_decay=0.0)  # each step sets its rate
     path = out / "checkpoint.pt"
     if path.exists():
-        with whole(path):
+        with as_written(path):
             weights, state, log = torch.load(path, weights_only=True)
         model.load_state_dict(weights, strict=False)
         optimizer.load_state_dict(state)
@@ -867,7 +869,7 @@ def train(model, head, trained: list, held_out: list, args, out: Path) -> list[d
             if not math.isfinite(kl + norm):
                 raise Refused(f"step {step}: KL {kl}, gradient norm {norm}, in "
                               f"{', '.join(e.where for e in batch)}: try another --out with "
-                              "--dtype float32")
+                              "--dtype float32 or a lower --lr")
 
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
@@ -974,11 +976,12 @@ def write_lines(path: Path, records):
     """A JSON object a line."""
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
-def whole(path: Path):
+def as_written(path: Path):
+    """For reading it: damage is named, with the way out."""
     return expect(f"{path} as it was written: delete it, and the same command makes it again")
 
 def read_lines(path: Path) -> list:
-    with whole(path):
+    with as_written(path):
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 def identity(args) -> dict:
@@ -987,7 +990,8 @@ def identity(args) -> dict:
         data = Path(args.data).read_bytes()
     files = []
     for path in sorted(Path(args.model).glob("*")):
-        files.append([path.name, path.stat().st_size, path.stat().st_mtime])
+        if path.is_file():
+            files.append([path.name, path.stat().st_size, path.stat().st_mtime])
     return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files}
 
 @contextlib.contextmanager
@@ -1064,10 +1068,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     from_zero = ("temperature", "eval_fraction", "seed", "split_seed", "warmup")
     for name, value in vars(args).items():
-        least = 0 if name in from_zero else 1e-9
+        least = 1 if isinstance(value, int) else 1e-9
+        if name in from_zero:
+            least = 0
         below = 1 if name in ("eval_fraction", "warmup") else 2**32
         if type(value) in (int, float) and not least <= value < below:  # NaN is neither
-            parser.error(f"--{name.replace('_', '-')} {value}: expected {least} to {below}")
+            parser.error(f"--{name.replace('_', '-')}: expected {least} or more, and less than "
+                         f"{below}, found {value}")
 
     args.ignore = [key.strip() for key in args.ignore.split(",") if key.strip()]
     args.template_kwargs = parse_json(args.template_kwargs, "--template-kwargs")
@@ -1088,15 +1095,18 @@ def bake(args, out: Path):
 
     prefix = exact_prefix(model, [e.teacher_prompt for e in examples])
     examples = sample_responses(model, chat, examples, prefix, out, args)
+    show("both predict:", chat.tokenizer.decode(examples[0].response))
+
     targets = out / "targets"
     if targets.exists():
-        with whole(targets):
+        with as_written(targets):
             read_targets(model, examples, targets)
     else:
         teacher_targets(model, examples, prefix, targets, args.micro_batch_size, tqdm)
 
     trained = [e for e in examples if not e.held_out]
     held_out = [e for e in examples if e.held_out]
+    print(f"--- {len(trained)} responses to train on, {len(held_out)} held out")
     log = train(model, head, trained, held_out, args, out)
     report = make_report(trained, held_out, log)
     report["samples"] = side_by_side(model, chat, held_out or trained, args)
@@ -1112,7 +1122,7 @@ def main(argv: list[str] | None = None) -> dict:
             bake(args, out)
         for name in ("targets", "checkpoint.pt"):  # work in progress, and large
             (out / name).unlink(missing_ok=True)
-        with whole(done[0]):
+        with as_written(done[0]):
             report = json.loads(done[0].read_text())
     brief = {name: value for name, value in report.items() if name != "questions"}
     show(f"{out} is done", json.dumps(brief, indent=2, ensure_ascii=False))

@@ -559,17 +559,14 @@ SHAPES = [  # what is read, and a row that says it
     (BOTH + found(([USER, REPLY, USER, REPLY, USER], None)), dialog(USER, REPLY, USER, REPLY, USER)),
     (found(SECOND), {"prompt": [USER, REPLY, USER], "completion": "Ho"}),
     (found(([USER, UNTRAINED, USER], "Ho")), dialog(USER, UNTRAINED, USER, REPLY)),
-    ([], dialog(USER, REPLY | {"weight": "0"})),
     (found(([USER | {"weight": 0}], "Ho")), dialog(USER | {"weight": 0}, REPLY)),
     (found(([user("Hi\n\nyou")], "Ho")), {"instruction": "Hi", "input": "you", "output": "Ho"}),
     (found(([user("Hi\n\nyou")], "Ho")), {"instruction": "Hi", "context": "you", "response": "Ho"}),
 ]
 
 @pytest.mark.parametrize("expected, row", SHAPES)
-def test_every_shape_of_row(row, expected, tmp_path):
+def test_every_shape_of_row(row, expected):
     assert bake.conversations(row, ["source", "id"]) == expected
-    path = write(tmp_path / "a.jsonl", json.dumps(row))
-    assert bake.read_rows(path) == [(f"{path}:1", row)]
 
 BAD_ROWS = [  # why, and the row
     ("an object with .*, found 7", 7),
@@ -602,6 +599,9 @@ BAD_ROWS = [  # why, and the row
     (".*found user, assistant, assistant", dialog(USER, REPLY, completion="Ho")),
     (".*found user, user", dialog(USER, USER)),
     (".*found system, system, user", dialog(SYSTEM, USER, system="S")),
+    ("a response to train on, .*found user, assistant", dialog(USER, REPLY | {"weight": "0"})),
+    ("a response to train on, .*found user, assistant", {"prompt": [USER, REPLY]}),
+    ("a response to train on, .*found system", dialog(SYSTEM)),
 ]
 
 @pytest.mark.parametrize("reason, row", BAD_ROWS)
@@ -610,17 +610,18 @@ def test_law_10_bad_rows_say_why(reason, row):
     refused(f"expected {reason}", bake.conversations, row, [], error=Refused)
 
 def test_files(tmp_path):
-    """BOM, CRLF, blank lines, U+2028 in strings; what does not parse is refused with its place."""
+    """BOM, CRLF, blank lines, U+2028 in strings; a file of another kind is refused."""
     def read(name, text):
         path = write(tmp_path / name, text)
-        return [(where.removeprefix(f"{path}:"), row) for where, row in bake.read_rows(path)]
+        rows = [(where.removeprefix(f"{path}:"), row) for where, row in bake.read_rows(path)]
+        return [(number, bake.parse_json(row, "a row")) for number, row in rows]
 
     rows = read("a.jsonl", '\ufeff{"prompt": "a\u2028é"}\r\n\r\n["x"]\n')
     assert rows == [("1", {"prompt": "a\u2028é"}), ("3", ["x"])]
     assert read("a.txt", "Why?\n  \nHow?\n") == [("1", {"prompt": "Why?"}), ("3", {"prompt": "How?"})]
     for name, text, reason in [
-            ("d.jsonl", '{"a": 1, "a": 2}', "d.jsonl:1, found ValueError: a key twice among a, a"),
-            ("c.jsonl", '{"prompt": "a"}\n{"prom', "JSON in .*c.jsonl:2, found JSONDecodeError"),
+            ("d.jsonl", '{"a": 1, "a": 2}', "a row in JSON, found ValueError: a key twice among a, a"),
+            ("c.jsonl", '{"prom', "a row in JSON, found JSONDecodeError"),
             ("c.txt", b"a\xff", "c.txt to be .* in UTF-8, found UnicodeDecodeError"),
             ("c.json", "[]", "c.json to be .*another kind of file: README has")]:
         refused(reason, read, name, text)
@@ -645,7 +646,7 @@ def chat_for(folder, template=None):
 
 def built(rows, chat, *flags):
     """Rows -> examples."""
-    places = [(f"f:{i}", row) for i, row in enumerate(rows, 1)]
+    places = [(f"f:{i}", json.dumps(row)) for i, row in enumerate(rows, 1)]
     return bake.build_examples(places, chat, parse("x", *flags))
 
 HI = "<|user|>Hi<|end|><|assistant|>"
@@ -747,6 +748,7 @@ def test_thoughts_in_given_responses(folders, name, response, expected):
     ("P", dialog(USER, UNTRAINED, user("no")), "text that the template shows, .*'no'",
      "{{ messages[0].content + messages[1].content }}"),
     ("P", {"prompt": "Hi", "completion": " "}, "expected a response with text", PLAIN),
+    ("P", dialog(USER, REPLY | {"content": ""}), "expected a response with text", PLAIN),
     ("P", dialog(USER, UNTRAINED, USER), "that the chat template takes.*nope",
      PLAIN + "{{ raise_exception('nope') if messages[2] }}"),
     ("P", {"prompt": "Hi", "completion": "Ho", "ids": [1]}, "ids that are the completion's", PLAIN),
@@ -760,17 +762,21 @@ def test_law_10_prompts_that_do_not_fit_together(folders, prompt, row, reason, t
     chat = chat_for(folders(), template)
     refused(f"f:1: .*{reason}", built, [row], chat, "--prompt", prompt)
 
-def test_bad_rows_are_counted(folders, capsys):
+def test_bad_rows_are_counted(folders, capsys, tmp_path):
     """And refused with the first reason, or left out with --skip-bad-rows; none left is refused."""
-    rows = [{"prompt": "a", "answer": " "}, 5, {"prompt": "b", "answer": "c"}]
     chat = chat_for(folders())
-    refused("2 of 3 rows cannot be used. f:1: expected a response with text", built, rows, chat,
-            "--prompt", "P")
-    kept, = built(rows, chat, "--prompt", "P", "--skip-bad-rows")
-    assert kept.where == "f:3"
-    assert "Left out: 2 of 3 rows cannot be used. f:1: expected a" in capsys.readouterr().out
-    refused("2 of 2 rows cannot", built, rows[:2], chat, "--prompt", "P", "--skip-bad-rows")
-    refused("0 of 0 rows", built, [], chat, "--prompt", "P", "--skip-bad-rows")
+    data = write(tmp_path / "rows.jsonl", '{"prompt": "a", "answer": " "}\n5\n{"pro\n'
+                                          '{"prompt": "b", "answer": "c"}\n')
+    rows = bake.read_rows(data)
+    args = parse("x", "--prompt", "P", data=data)
+    first = f"3 of {{}} rows in {data} cannot be used. {data}:1: expected a response with text"
+    refused(first.format(4), bake.build_examples, rows, chat, args)
+    args.skip_bad_rows = True
+    kept, = bake.build_examples(rows, chat, args)
+    assert kept.where == f"{data}:4"
+    assert f"Left out: {first.format(4)}" in capsys.readouterr().out
+    refused(first.format(3), bake.build_examples, rows[:3], chat, args)
+    refused("0 of 0 rows", bake.build_examples, [], chat, args)
 
 def test_law_1_sampled_ids_are_kept(folders):
     """They may hold control tokens, as a model may say them, and end without a stop token."""
@@ -829,6 +835,17 @@ def test_the_split_is_by_question():
     bake.hold_out(examples[:1], 0.25, seed=0)
     assert not examples[0].held_out
 
+def test_the_split_has_a_seed_of_its_own(folders, tmp_path):
+    data = write(tmp_path / "q.txt", "\n".join(f"Question {i}?" for i in range(20)))
+
+    def held_out(name, *flags):
+        args = parse(folders(), "--prompt", "P", *flags, data=data)
+        (tmp_path / name).mkdir()
+        examples = bake.prepare(tmp_path / name, chat_for(folders()), args)
+        return [e.question for e in examples if e.held_out]
+
+    assert held_out("a") == held_out("b", "--seed", 1) != held_out("c", "--split-seed", 1)
+
 # ------------------------------------------------------------------------------------------ sampling
 class Sampler:
     """A model that records its generate calls, with what sampling needs beside it."""
@@ -846,7 +863,7 @@ class Sampler:
         return self.generate(**arguments)
 
     def run(self, rows, out):
-        places = [(f"f:{i}", row) for i, row in enumerate(rows, 1)]
+        places = [(f"f:{i}", json.dumps(row)) for i, row in enumerate(rows, 1)]
         self.examples = bake.build_examples(places, self.chat, self.args)
         return bake.sample_responses(self.model, self.chat, self.examples,
                                      prefix_of(self.model, self.examples), out, self.args)
@@ -869,7 +886,7 @@ def test_sampling_in_one_call(folders, tmp_path):
             row = int(e.where[2:]) - 1
             assert e.teacher_prompt == s.examples[row].teacher_prompt
             assert bake.generate(s.model, s.chat, [e.teacher_prompt], Prefix(), 6, 0) == [e.response]
-    again = built([row for _, row in bake.read_rows(str(tmp_path / "trajectories.jsonl"))], s.chat)
+    again = built(bake.read_lines(tmp_path / "trajectories.jsonl"), s.chat)
     assert sides(again) == sides(sampled)
 
 def test_short_questions_end_alike_behind_short_marks(folders):
@@ -894,6 +911,10 @@ def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_pat
     assert sorted((e.where, e.response) for e in out) == [("f:1", [5, 6, 256]),
                                                           ("f:2", [256]),
                                                           ("f:3", [1, 2, 3, 4, 5, 6])]
+
+def test_a_model_that_reads_padding_is_not_sampled(folders, tmp_path):
+    rows = [{"prompt": "Hi"}, {"prompt": "How is that?"}]
+    refused("other logits behind padding", Sampler(folders("Rwkv")).run, rows, tmp_path)
 
 def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     """A hostile generation_config does not leak in: first tokens are as the logits say. Its stop
@@ -1058,8 +1079,8 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
             (out, "--lr .5", "with lr 0.01, found 0.5"),
             (out, "--prompt x", "with prompt '', found 'x'"),
             (folder, "", "files of something else"), (data, "", "to be a folder"),
-            (tmp_path / "a", f"--prompt P --data {bad}", "2 of 2 rows .*l:1: expected text without control"),
-            (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "2 of 2 rows cannot"),
+            (tmp_path / "a", f"--prompt P --data {bad}", "2 of 2 rows .*l:1: expected text without"),
+            (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "2 of 2 rows .* cannot"),
             (tmp_path / "a", "--data missing", "a file at --data missing, found FileNotFoundError")]:
         refused(reason, bake.main, command(where, more))
     assert not list((tmp_path / "a").iterdir())
@@ -1218,7 +1239,7 @@ def test_a_bake_that_failed_says_so(before, after, questions, note):
 def test_standard_errors_against_numpy(seed, n):
     """Of means over questions; that of the share recovered is what a bootstrap over them finds."""
     rng = np.random.default_rng(seed)
-    before = rng.uniform(0.5, 1.5, (n, 2))
+    before = 0.3 * rng.uniform(0.5, 1.5, (n, 2))
     after = before * rng.uniform(0.1, 0.2, (n, 2))
     sides = [{f"q{i}": pair.tolist() for i, pair in enumerate(side)} for side in (before, after)]
     report = bake.held_out_numbers(*sides)
@@ -1258,7 +1279,7 @@ def test_law_10_any_file_is_read_or_refused_by_line(folders, tmp_path_factory, r
     try:
         examples = bake.build_examples(bake.read_rows(path), chat, args)
     except Refused as error:
-        assert path in str(error) or "0 of 0 rows" in str(error)
+        assert path in str(error)
         return
     for e in examples:
         assert e.response is None or e.response[-1] == 256 or e.response
