@@ -388,6 +388,7 @@ def read_rows(path: str) -> list:
         text = Path(path).read_text(encoding="utf-8-sig")
         if not path.endswith((".jsonl", ".txt")):
             raise ValueError("another kind of file: README has a line that makes rows of it")
+
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -426,6 +427,7 @@ def read_text(content, role: str, ignored: list) -> str:
         texts = [part.get("text") for part in parts if part.get("type") == "text"]
         if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
             content = "".join(texts)
+
     if not isinstance(content, str):
         raise Refused(f"expected text as the {role} message, found {content!r:.200}")
     return content
@@ -465,6 +467,7 @@ def conversations(row, ignored: list) -> list:
 
     if ("messages" in row) == ("prompt" in row):
         raise Refused(f"expected either messages or a prompt, found {', '.join(row) or 'neither'}")
+
     if "input" in row and "prompt" in row:
         texts = [read_text(row[key], "user", ignored) for key in ("prompt", "input")]
         row["prompt"] = "\n\n".join(texts)
@@ -604,12 +607,15 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
                       f"found {'both' if own_prompt else 'neither'}")
     if args.prompt:
         messages = [{"role": "system", "content": args.prompt}, *messages]
+
     student_messages = messages[1:]
     if args.student_prompt:
         student_messages = [{"role": "system", "content": args.student_prompt}, *student_messages]
+
     teacher_text = chat.render(messages)
     teacher_prompt = chat.encode(teacher_text)
     student_prompt = chat.encode(chat.render(student_messages))
+
     if ids is not None:
         check_ids(ids, response, chat)
     elif response is not None:
@@ -638,6 +644,7 @@ def build_examples(rows: list, chat: Chat, args) -> list[RowExample]:
     summary = f"{len(bad)} of {len(rows)} rows in {args.data} cannot be used. {' '.join(bad[:1])}"
     if not examples or bad and not args.skip_bad_rows:
         raise Refused(f"{summary} (--skip-bad-rows leaves such rows out)")
+
     if bad:
         print(f"Left out: {summary}")
     return examples
@@ -648,6 +655,7 @@ def hold_out(examples: list[RowExample], fraction: float, seed: int):
         return hashlib.sha256(f"{seed} {question}".encode()).digest()
 
     questions = sorted({e.question for e in examples}, key=shuffled)
+
     count = min(math.ceil(fraction * len(questions)), len(questions) - 1)
     held_out = set(questions[:count])
     for example in examples:
@@ -683,11 +691,13 @@ def pad_left(model, prompts: list, prefix: Prefix) -> dict:
 def generate(model, chat: Chat, prompts: list, prefix: Prefix, most: int, temperature: float):
     """B prompts -> B continuations of at most `most` ids, from one left-padded call."""
     width = max(map(len, prompts))
+
     # A config of ours: what the model's own says of sampling would fill in what is unset.
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=min(most, chat.limit - width), do_sample=temperature > 0,
         pad_token_id=chat.stops[0], eos_token_id=chat.stops, **sampling)
+
     out = model.generate(**pad_left(model, prompts, prefix))
     return [cut_after_stop(row, chat.stops) for row in out[:, width:].tolist()]
 
@@ -716,6 +726,7 @@ def sample_responses(model, chat: Chat, examples: list, prefix: Prefix, out: Pat
     asked = [copy.copy(e) for e in examples if e.response is None for _ in range(args.trajectories)]
     # The longest first: if a batch does not fit into memory, the first does not.
     asked.sort(key=lambda e: len(e.teacher_prompt), reverse=True)
+
     path = out / "trajectories.jsonl"
     rows = read_lines(path) if path.exists() else []
     size = 4 * args.batch_size  # generating takes less memory than training
@@ -817,13 +828,19 @@ def exact_prefix(model, prompts: list) -> Prefix:
     model.config.get_text_config().use_cache = False
     return Prefix()
 
-def checkpoint_layers(model):
-    """Layers keep their inputs alone, and run again in the backward pass."""
-    for layer in model.modules():
-        if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
-            # Theirs works in training mode alone, which would turn dropout on.
-            layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
-                                              use_reentrant=False)
+def prepare_student(model, args):
+    """Settles whether the student's prompts share prefixes, and checkpoints its layers if asked."""
+    prefix = exact_prefix(model, [[0, 0, 1], [0, 0, 2, 3]])  # any prompts show of what kind it is
+    if args.gradient_checkpointing or not prefix.full_attention:
+        # A layer that runs twice would fill its cache twice, and a recurrent state is overwritten,
+        # which a gradient does not allow.
+        model.config.get_text_config().use_cache = False
+    if args.gradient_checkpointing:
+        for layer in model.modules():
+            if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
+                # Theirs works in training mode alone, which would turn dropout on.
+                layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
+                                                  use_reentrant=False)
 
 def held_out_scores(model, head, held_out: list, args) -> dict:
     """-> (KL, top-1 agreement) of each question, means over its responses; and their means."""
@@ -839,16 +856,10 @@ def held_out_scores(model, head, held_out: list, args) -> dict:
 
 def train(model, head, trained: list, held_out: list, args, out: Path) -> list[dict]:
     """Trains the adapters -> a dict for each step, as in OUT/metrics.jsonl; step 0 evaluates."""
-    prefix = exact_prefix(model, [[0, 0, 1], [0, 0, 2, 3]])
-    if args.gradient_checkpointing or not prefix.full_attention:
-        # No prefix for the student: a layer that runs twice would fill its cache twice, and a
-        # recurrent state is overwritten, which a gradient does not allow.
-        model.config.get_text_config().use_cache = False
-    if args.gradient_checkpointing:
-        checkpoint_layers(model)
-
+    prepare_student(model, args)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(params.values(), weight_decay=0.0)  # each step sets its rate
+
     path = out / "checkpoint.pt"
     if path.exists():
         with as_written(path):
@@ -886,6 +897,7 @@ def save_checkpoint(out: Path, params: dict, optimizer, log: list):
     weights = {name: p.data for name, p in params.items()}
     file = io.BytesIO()
     torch.save((weights, optimizer.state_dict(), log), file)
+
     write_lines(out / "metrics.jsonl", log)
     write_whole(out / "checkpoint.pt", file.getvalue())
 
@@ -941,6 +953,7 @@ def make_report(trained: list, held_out: list, log: list) -> dict:
             report["notes"].append("Held-out KL rose, the bake failed: try a lower --lr.")
         elif recovered < 0.2:
             report["notes"].append("Little was recovered: try more rows, --epochs or --rank.")
+
     if len(report.get("questions", [])) < 5:
         report["notes"].append("Fewer than 5 questions are held out: the numbers are rough.")
     return report
@@ -988,6 +1001,7 @@ def identity(args) -> dict:
     """What makes a run the same run: its arguments, its data, and the files of its model."""
     with expect(f"a file at --data {args.data}"):
         data = Path(args.data).read_bytes()
+
     files = []
     for path in sorted(Path(args.model).glob("*")):
         if path.is_file():
@@ -1124,6 +1138,7 @@ def main(argv: list[str] | None = None) -> dict:
             (out / name).unlink(missing_ok=True)
         with as_written(done[0]):
             report = json.loads(done[0].read_text())
+
     brief = {name: value for name, value in report.items() if name != "questions"}
     show(f"{out} is done", json.dumps(brief, indent=2, ensure_ascii=False))
     if report.get("recovered_error") is not None:
