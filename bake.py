@@ -349,7 +349,35 @@ def evaluate(model, head, examples: list[Example], micro_batch_size: int) -> lis
 
 # ===== Part 2: the program =======================================================================
 # data -> rows -> examples -> sampled responses -> teacher targets -> training -> report
-# Start reading at `bake`, near the end: it is the order of these phases.
+
+def bake(args, out: Path):
+    """From rows to a report. Each phase resumes from what OUT holds of it."""
+    model, head = load_model(args)
+    chat = load_chat(model, args)
+    examples = prepare(out, chat, args)
+    first = examples[0]
+    show(f"the teacher reads, in {first.where}:", chat.tokenizer.decode(first.teacher_prompt))
+    show("the student reads:", chat.tokenizer.decode(first.student_prompt))
+
+    prefix = exact_prefix(model, [e.teacher_prompt for e in examples])
+    examples = sample_responses(model, chat, examples, prefix, out, args)
+    first = examples[0]
+    show(f"both predict, in {first.where}:", chat.tokenizer.decode(first.response))
+
+    targets = out / "targets"
+    if targets.exists():
+        with as_written(targets):
+            read_targets(model, examples, targets)
+    else:
+        teacher_targets(model, examples, prefix, targets, args.micro_batch_size, tqdm)
+
+    trained = [e for e in examples if not e.held_out]
+    held_out = [e for e in examples if e.held_out]
+    print(f"--- {len(trained)} responses to train on, {len(held_out)} held out")
+    log = train(model, head, trained, held_out, args, out)
+    report = make_report(trained, held_out, log)
+    report["samples"] = side_by_side(model, chat, held_out or trained, args)
+    write_results(model, chat, report, out)
 
 class Refused(SystemExit):
     """What the user gave cannot be used: this ends the run with one line. It is no Exception, so
@@ -1098,34 +1126,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 # --------------------------------------------------------------------------------------------- main
-def bake(args, out: Path):
-    """From rows to a report. Each phase resumes from what OUT holds of it."""
-    model, head = load_model(args)
-    chat = load_chat(model, args)
-    examples = prepare(out, chat, args)
-    first = examples[0]
-    show(f"the teacher reads, in {first.where}:", chat.tokenizer.decode(first.teacher_prompt))
-    show("the student reads:", chat.tokenizer.decode(first.student_prompt))
-
-    prefix = exact_prefix(model, [e.teacher_prompt for e in examples])
-    examples = sample_responses(model, chat, examples, prefix, out, args)
-    show("both predict:", chat.tokenizer.decode(examples[0].response))
-
-    targets = out / "targets"
-    if targets.exists():
-        with as_written(targets):
-            read_targets(model, examples, targets)
-    else:
-        teacher_targets(model, examples, prefix, targets, args.micro_batch_size, tqdm)
-
-    trained = [e for e in examples if not e.held_out]
-    held_out = [e for e in examples if e.held_out]
-    print(f"--- {len(trained)} responses to train on, {len(held_out)} held out")
-    log = train(model, head, trained, held_out, args, out)
-    report = make_report(trained, held_out, log)
-    report["samples"] = side_by_side(model, chat, held_out or trained, args)
-    write_results(model, chat, report, out)
-
 def main(argv: list[str] | None = None) -> dict:
     """Runs, goes on with, or shows what the command line asks for -> its report."""
     args = parse_args(argv)
