@@ -762,7 +762,7 @@ def sample_responses(model, chat: Chat, examples: list, prefix: Prefix, out: Pat
         if len(rows) < len(asked):
             prefix = sampling_prefix(model, [e.teacher_prompt for e in asked], prefix)
         for i in tqdm(range(len(rows), len(asked), size), "sampling", unit="batch"):
-            torch.manual_seed(args.seed * 2**32 + i)  # the same samples, interrupted or not
+            torch.manual_seed(args.seed * 10**6 + i)  # the same samples, interrupted or not
             batch = asked[i:i + size]
             said = generate(model, chat, [e.teacher_prompt for e in batch], prefix,
                             args.max_new_tokens, args.temperature)

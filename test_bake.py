@@ -945,6 +945,12 @@ def test_interrupted_sampling_goes_on_behind_the_last_batch(folders, tmp_path):
     s.run([{"prompt": "What is that?"}], tmp_path)
     lines = file.read_bytes().splitlines(keepends=True)
     assert len(s.calls) == 3 and len(lines) == 12 and len(set(lines)) > 5
+    (tmp_path / "other").mkdir()
+    s.args.seed = 1  # which shares no sample with seed 0, as a seed has but 32 bits on the CPU
+    s.run([{"prompt": "What is that?"}], tmp_path / "other")
+    other = (tmp_path / "other" / "trajectories.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(set(lines) & set(other)) <= 2
+    s.args.seed = 0
     for batches_done in range(4):
         file.write_bytes(b"".join(lines[:4 * batches_done]))
         s.calls.clear()
