@@ -69,7 +69,6 @@ def log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def token_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor,
              temperature: float = 1.0) -> torch.Tensor:
     """(n, V), (n, V) -> (n,): KL(p ‖ q) = Σ_v p_v (log p_v − log q_v), in nats.
-
     The definition: p is the teacher, q the student, the temperature divides the logits of both."""
     log_q = log_probs(student_logits, temperature)
     log_p = log_probs(teacher_logits, temperature)
@@ -120,7 +119,9 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
     The states are those after the model's final norm, at the positions that predict the response.
     head: (n, D) -> (n, V) logits, frozen, with every scale and cap that the model puts around its
     matrix; padding never reaches it. The teacher gets no gradient. chunk: rows at a time.
-    Raises ValueError if the head has parameters that require a gradient."""
+    Raises ValueError at other shapes, and if the head's parameters require a gradient."""
+    if student.shape != teacher.shape or mask.shape != student.shape[:2]:
+        raise ValueError(f"shapes {student.shape}, {teacher.shape} and {mask.shape} do not fit")
     if chunk is None:
         chunk = 512 if student.is_cuda else 128
     rows = mask.flatten().nonzero().squeeze(1).to(student.device, non_blocking=True)  # (N,)
@@ -295,8 +296,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
         return peak * step / rise
     return peak * 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise + 1)))
 
-# Tokens saved from which a shared student prefix pays. On 2 CPU cores a step took .99-1.17 of the
-# time at 24, .95 at 72, .89-.92 at 168, .76-.91 at 360. On a GPU, whose calls cost more: a guess.
+# Tokens saved from which a shared student prefix pays: measured on 2 CPU cores, guessed for a GPU.
 PAYS = {"cpu": 96, "cuda": 4096}
 def student_prefix(model, prompts: list[list[int]]) -> Prefix:
     """What the student prompts of a batch start with, read once, with gradient, where that pays."""
@@ -489,7 +489,7 @@ def conversations(row, ignored: list) -> list:
     """A row -> [(messages, response, ids)]: one for each response to train on, with all that came
     before it, and one with None where the row ends in a user's turn: that is to be sampled."""
     known = ["system", "messages", "prompt", "completion", "ids"]
-    if isinstance(row, dict) and "instruction" in row:
+    if isinstance(row, dict) and row.get("instruction") and "instruction" not in ignored:
         known.append("input")  # as Alpaca and Dolly have it
     row = rename(row, ROW_NAMES, known, ignored)
 
@@ -502,7 +502,10 @@ def conversations(row, ignored: list) -> list:
     if "ids" in row:
         row.setdefault("completion", "")  # the model said nothing but its stop token
 
-    messages = read_messages(row["system"], "system", ignored) if "system" in row else []
+    messages = []
+    if "system" in row:
+        text = read_text(row["system"], "system", ignored)
+        messages = [{"role": "system", "content": text}]
     messages += read_messages(row.get("messages", row.get("prompt")), "user", ignored)
     # Beside a completion, and in a prompt, an assistant's turn is but context.
     context = len(messages) if "prompt" in row or "completion" in row else 0
@@ -598,18 +601,24 @@ def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> l
     What the template puts between the two is part of it: a space, a channel, the end of a think
     block that the prompt opens. A whole, empty block is not, as the model would not emit it."""
     whole = chat.render([*messages, {"role": "assistant", "content": response}], answer=False)
-    block = re.search(r"<(\w+)>\s*(</\1>)?\s*$", prompt)  # which the prompt opens, and may close
+    # The prompt may end in a think block, which it opens, and may close.
+    block = re.search(r"<((?:think|thought|reason)\w*)>\s*(</\1>)?\s*$", prompt)
+    before = prompt[:block.start()] if block else prompt
     start = prompt
     if block and block[2] and not whole.startswith(prompt):
-        start = prompt[:block.start()]  # some templates leave it out of turns that are past
-    text = re.sub(r"^\s*<(\w+)>\s*</\1>\s*", "", whole.removeprefix(start))
-    fits = whole.startswith(start) and response.strip() in text
+        start = before  # some templates leave a closed one out of turns that are past
+    text = whole.removeprefix(start)
+    if not block:
+        text = re.sub(r"^\s*<(think|thought|reason)(\w*)>\s*</\1\2>\s*", "", text)
+    fits = whole.startswith(start) and response.strip() in prompt.removeprefix(before) + text
     if block:
         fits = fits and text.count(f"</{block[1]}>") == (0 if block[2] else 1)
     if not fits or not response.strip():
         raise Refused("expected a response with text, and a template that shows it as the model "
                       "says it, behind the prompt: have it sampled, or turn thinking off with "
                       "--template-kwargs")
+    if set(chat.encode(response)) & set(chat.stops):
+        raise Refused(f"expected a response without a stop token in it, found {response!r:.200}")
 
     # Some tokenizers mark the start of a text, and here is none: something stands before it. But
     # no token may reach over the seam.
@@ -674,7 +683,7 @@ def build_examples(rows: list, chat: Chat, args) -> list[RowExample]:
         raise Refused(f"{summary} (--skip-bad-rows leaves such rows out)")
 
     if bad:
-        print(f"Left out: {summary}")
+        show("left out:", summary)
     return examples
 
 def hold_out(examples: list[RowExample], fraction: float, seed: int):
@@ -829,6 +838,9 @@ def load_model(args) -> tuple:
                              target_modules=modules, exclude_modules=excluded)
     with expect(f"--target-modules {args.target_modules} to be linear layers of the model"):
         model = peft.get_peft_model(base, config).eval()
+        for name in modules if args.target_modules != "all-linear" else []:
+            if not any(target.endswith(name) for target in model.targeted_module_names):
+                raise ValueError(f"no {name}")
 
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
         if isinstance(module, peft.tuners.lora.LoraLayer):
@@ -998,10 +1010,13 @@ def write_results(model, chat: Chat, report: dict, out: Path):
                           f"{name} otherwise")
     write_whole(out / "report.json", json.dumps(report, indent=2))
 
+def escaped(text: str) -> str:
+    """Without the control characters that could steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
 def show(title: str, text: str):
-    """Prints it. Control characters, which could steer a terminal, are escaped."""
     print(f"--- {title}")
-    print("".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text))
+    print(escaped(text))
 
 # -------------------------------------------------------------------------- files: whole, or absent
 def write_whole(path: Path, data: str | bytes):
@@ -1023,7 +1038,10 @@ def as_written(path: Path):
 
 def read_lines(path: Path) -> list:
     with as_written(path):
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        if not records:
+            raise ValueError("an empty file")
+        return records
 
 def identity(args) -> dict:
     """What makes a run the same run: its arguments, its data, and the files of its model."""
@@ -1133,6 +1151,7 @@ def main(argv: list[str] | None = None) -> dict:
     with claim(out, args):
         done = [out / "report.json", out / "adapter_model.safetensors"]
         if not all(path.exists() for path in done):
+            done[0].unlink(missing_ok=True)
             bake(args, out)
         for name in ("targets", "checkpoint.pt"):  # work in progress, and large
             (out / name).unlink(missing_ok=True)
@@ -1149,5 +1168,7 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     try:
         main()
-    except KeyboardInterrupt:
-        sys.exit("stopped: the same command goes on from what --out holds")
+    except Refused as error:
+        sys.exit(escaped(str(error)))
+    except (KeyboardInterrupt, OSError) as error:
+        sys.exit(f"stopped by {error!r}: the same command goes on from what --out holds")

@@ -260,6 +260,8 @@ def test_the_loss_pasted_elsewhere():
     trained = torch.nn.Linear(8, 23, device=DEVICE)
     with pytest.raises(ValueError, match="freeze its parameters"):
         bake.batched_kl(student, teacher, mask, trained)
+    for shapes in ((student[:, :-1], teacher, mask), (student, teacher, mask.T)):
+        refused("do not fit", bake.batched_kl, *shapes, head, error=ValueError)
 
 def test_the_loss_under_autocast():
     """The head computes in bf16 there; the KL stays in fp32 and its gradient in the states' type."""
@@ -579,6 +581,8 @@ BAD_ROWS = [  # why, and the row
     (".*found history,label", {"prompt": "Hi", "history": [["a", "b"]], "label": False}),
     (".*found chosen", {"prompt": "Hi", "chosen": "Ho"}),
     (".*found input", {"prompt": "Hi", "input": "you"}),
+    (".*found input", dialog(USER, REPLY, instruction=None, input="you")),
+    ("the keys type, text, found role,content", {"prompt": "Hi", "system": [USER, REPLY]}),
     (".*found tool_calls", dialog(USER, REPLY | {"tool_calls": [{}]})),
     (".*found reasoning_content", dialog(USER, REPLY | {"reasoning_content": "Hm"})),
     (".*found audio", dialog(USER | {"audio": "a.wav"})),
@@ -715,6 +719,11 @@ def test_laws_1_and_2_chat_templates(folders, name):
 
 @pytest.mark.parametrize("name, response, expected", [
     ("opened", "H</think>Ho", None),  # would be a second block
+    ("opens and shows", "<think>\nH</think>Ho", "H</think>Ho<|end|>"),
+    ("opens and shows", "Ho", None),
+    ("closed", "<think></think>Ho", "Ho<|end|>"),
+    ("plain", "<div></div>Ho", "<div></div>Ho<|end|>"),
+    ("starts", "Ho", "Ho<|end|>"),
     ("plain", "<think>H</think>Ho", "<think>H</think>Ho<|end|>"),
     ("opens alone", "Ho", None),  # it would land inside the thoughts
     ("opens both", "Ho", None),
@@ -725,6 +734,9 @@ def test_laws_1_and_2_chat_templates(folders, name):
 def test_thoughts_in_given_responses(folders, name, response, expected):
     """A response stands where the model would say it, or it is refused with the way out."""
     templates = {"opens alone": template_of(TURN, "<|assistant|><think>"),
+                 "opens and shows": template_of(TURN, "<|assistant|><think>\\n"),
+                 "starts": template_of(TURN.replace("|>{{", "|>{{ '<AI>' if m.role == 'assistant' }}{{"),
+                                       "<|assistant|><AI>"),
                  "opens both": leading("<think>", "<|assistant|><think>"),
                  "other start": template_of(TURN, "<|assistant|><|pad|>")}
     template = templates.get(name) or TEMPLATES[name].template
@@ -762,6 +774,12 @@ def test_law_10_prompts_that_do_not_fit_together(folders, prompt, row, reason, t
     chat = chat_for(folders(), template)
     refused(f"f:1: .*{reason}", built, [row], chat, "--prompt", prompt)
 
+def test_a_response_is_not_cut_at_a_stop_token_within(folders):
+    chat = copy.copy(chat_for(folders()))
+    chat.stops = [256, *chat.encode("\n")]
+    rows = [{"prompt": "Hi", "completion": "a\nb"}]
+    refused("f:1: .*without a stop token in it", built, rows, chat, "--prompt", "P")
+
 def test_bad_rows_are_counted(folders, capsys, tmp_path):
     """And refused with the first reason, or left out with --skip-bad-rows; none left is refused."""
     chat = chat_for(folders())
@@ -774,7 +792,7 @@ def test_bad_rows_are_counted(folders, capsys, tmp_path):
     args.skip_bad_rows = True
     kept, = bake.build_examples(rows, chat, args)
     assert kept.where == f"{data}:4"
-    assert f"Left out: {first.format(4)}" in capsys.readouterr().out
+    assert f"--- left out:\n{first.format(4)}" in capsys.readouterr().out
     refused(first.format(3), bake.build_examples, rows[:3], chat, args)
     refused("0 of 0 rows", bake.build_examples, [], chat, args)
 
@@ -962,7 +980,7 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
     """Above all those whose logits make_head does not know: they would be trained wrongly."""
     model, _, _ = loaded(folders("Gemma2"), "--target-modules", "q_proj,v_proj")
     assert {name.split(".")[-1] for name in model.targeted_module_names} == {"q_proj", "v_proj"}
-    for names in ("lm_head,q_proj", "embed_tokens", "nothing_like_it", "self_attn"):
+    for names in ("lm_head,q_proj", "embed_tokens", "nothing_like_it", "self_attn", "q_proj,v_prj"):
         refused("--target-modules", loaded, folders("Gemma2"), "--target-modules", names)
     plain = bake.logits_of
     monkeypatch.setattr(bake, "logits_of", lambda *arguments: plain(*arguments) * 1.001)
@@ -1160,6 +1178,13 @@ def test_damaged_files_are_named_and_made_again(command, run, tmp_path, monkeypa
         (tmp_path / name).unlink()
         assert bake.main(command(tmp_path)) == run[1]
         assert (tmp_path / name).read_bytes() == (run[0] / name).read_bytes()
+    (tmp_path / "adapter_model.safetensors").unlink()
+    monkeypatch.setattr(bake, "bake", None)
+    refused("not callable", bake.main, command(tmp_path), error=TypeError)
+    assert not (tmp_path / "report.json").exists()  # or half an adapter would be taken for done
+    monkeypatch.undo()
+    write(tmp_path / "report.json", "{")
+    bake.main(command(tmp_path))
     write(tmp_path / "report.json", "{")
     refused("report.json as it was written: delete it", bake.main, command(tmp_path))
     write(tmp_path / "args.json", "")
@@ -1196,7 +1221,7 @@ def test_ctrl_c_ends_in_one_line(command, tmp_path):
     process.send_signal(2)
     said = process.communicate()[1]
     assert process.returncode == 1 and "Traceback" not in said
-    assert said.endswith("stopped: the same command goes on from what --out holds\n")
+    assert said.endswith("stopped by KeyboardInterrupt(): the same command goes on from what --out holds\n")
 
 KILLER = """
 import os, sys, threading, time, bake
