@@ -198,13 +198,6 @@ class Prefix:
                 setattr(layer, name, repeated(state, size))
         return {self.argument: cache, "use_cache": True}
 
-    @property
-    def full_attention(self) -> bool:
-        """Whether every layer attends to all tokens: no window, no recurrent state."""
-        layers = self.cache.layers if self.length else []
-        limited = [hasattr(x, "recurrent_states") or getattr(x, "is_sliding", True) for x in layers]
-        return not any(limited)
-
 def repeated(state, size: int, copied: bool = False):
     """What a cache layer holds, for `size` rows: a view, or a copy where a call overwrites it."""
     if isinstance(state, dict):  # convolution and recurrent states
@@ -746,7 +739,7 @@ def first_logits(model, prompts: list, prefix: Prefix) -> torch.Tensor:
 
 def sampling_prefix(model, prompts: list, prefix: Prefix) -> Prefix:
     """The prefix if padding behind it changes nothing, or none. Refused if padding always does."""
-    if not prefix.full_attention:
+    if not full_attention(prefix):
         prefix = Prefix()  # padding would enter a recurrent state, or take up a window
     extremes = [min(prompts, key=len), max(prompts, key=len)]
     with expect("a model that generates and masks padding, or a response in each row"):
@@ -848,6 +841,12 @@ def load_model(args) -> tuple:
     config.target_modules = sorted(config.target_modules)  # a set, of another order in each run
     return model, head
 
+def full_attention(prefix: Prefix) -> bool:
+    """Whether every layer attends to all tokens: no window, no recurrent state."""
+    layers = prefix.cache.layers if prefix.length else []
+    limited = [hasattr(x, "recurrent_states") or getattr(x, "is_sliding", True) for x in layers]
+    return not any(limited)
+
 def exact_prefix(model, prompts: list) -> Prefix:
     """What all prompts start with, if the model goes on from there as it reads a whole prompt."""
     extremes = [min(prompts, key=len), max(prompts, key=len)]
@@ -871,7 +870,7 @@ def exact_prefix(model, prompts: list) -> Prefix:
 def prepare_student(model, args):
     """Settles whether the student's prompts share prefixes, and checkpoints its layers if asked."""
     prefix = exact_prefix(model, [[0, 0, 1], [0, 0, 2, 3]])  # any prompts show of what kind it is
-    if args.gradient_checkpointing or not prefix.full_attention:
+    if args.gradient_checkpointing or not full_attention(prefix):
         # A layer that runs twice would fill its cache twice, and a recurrent state is overwritten,
         # which a gradient does not allow.
         model.config.get_text_config().use_cache = False

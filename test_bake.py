@@ -424,7 +424,7 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
             refused("other logits behind padding", bake.sampling_prefix, model, prompts, prefix)
         else:
             usable = bake.sampling_prefix(model, prompts, prefix)
-            behind = prefix.full_attention and family != "Mpt"
+            behind = bake.full_attention(prefix) and family != "Mpt"
             assert usable.length == (prefix.length if behind else 0)
             assert bake.generate(model, chat, prompts, usable, 8, 0) == alone
     before = all_bits(model)
