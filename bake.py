@@ -600,9 +600,8 @@ def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> l
     start = prompt
     if block and block[2] and not whole.startswith(prompt):
         start = before  # some templates leave a closed one out of turns that are past
-    text = whole.removeprefix(start)
-    if not block:
-        text = re.sub(r"^\s*<(think|thought|reason)(\w*)>\s*</\1\2>\s*", "", text)
+    empty = r"^\s*<((?:think|thought|reason)\w*)>\s*</\1>\s*"
+    text = re.sub(empty, "", whole.removeprefix(start))
     fits = whole.startswith(start) and response.strip() in prompt.removeprefix(before) + text
     if block:
         fits = fits and text.count(f"</{block[1]}>") == (0 if block[2] else 1)
