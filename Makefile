@@ -31,10 +31,12 @@ results: $(MODEL) ## bake six prompts with three seeds each, and print what a pa
 		--student-prompt "$$(cat examples/prompts/pirate.txt)" \
 		--trajectories 1 --max-new-tokens 48 --epochs 1 --out runs/results/control-0 \
 		>> runs/results/log.txt 2>&1
-	$(PYTHON) examples/table.py runs/results/*-? | tee runs/results/table.md
-	$(PYTHON) examples/evaluate.py runs/results/*-0 | tee runs/results/measured.md
+	$(PYTHON) examples/table.py runs/results/*-?
+	$(PYTHON) examples/evaluate.py $(PROMPTS:%=runs/results/%-0) > runs/results/measured.md
+	mv runs/results/measured.md examples/measured.md
+	cat examples/measured.md
 	$(PYTHON) -m pip install --quiet matplotlib==3.11.2
-	$(PYTHON) examples/curve.py runs/results/measured.md examples/curve.svg
+	$(PYTHON) examples/curve.py examples/measured.md examples/curve.svg
 
 clean: ## remove what the other targets made, but for the model
 	rm -rf .venv runs/demo runs/results .pytest_cache .hypothesis __pycache__
