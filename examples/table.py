@@ -37,7 +37,7 @@ def cell(runs: list, key: str, digits: int = 3, absent: str = "–") -> str:
     values = [run.get(key) for run in runs]
     if None in values:
         return absent
-    mean = f"{np.mean(values):.{digits}f}"
+    mean = f"{np.mean(values):z.{digits}f}"
     return f"{mean} ± {np.std(values, ddof=1):.{digits}f}" if len(runs) > 1 else mean
 
 def main(folders: list[str]):
