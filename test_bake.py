@@ -85,7 +85,7 @@ FAMILIES = {
     "FalconH1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
                  "mamba_chunk_size": 8},
 }
-PLAIN_FAMILIES = """Apertus Arcee BioGpt BitNet Bloom Cohere2 Cwm DiffLlama Doge Ernie4_5 Exaone
+PLAIN_FAMILIES = """Apertus Arcee BioGpt BitNet Bloom Cohere2 Cwm DiffLlama Doge Ernie4_5
     Exaone4 FlexOlmo Gemma Glm Glm4 GptOss Llama4Text Mixtral Moshi Mpt Nemotron Olmo2 Olmo3
     Phi Phi3 Phimoe SeedOss SmolLM3 StableLm Starcoder2 XGLM""".split()
 FAMILIES |= dict.fromkeys(PLAIN_FAMILIES, {"head_dim": 8})
