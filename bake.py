@@ -588,27 +588,34 @@ def load_chat(model, args) -> Chat:
             args.model, trust_remote_code=args.trust_remote_code)
     return Chat(tokenizer, model, args.template_kwargs)
 
-def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> list[int]:
-    """A given response -> the ids that the model would emit after `prompt`, up to a stop token.
+def response_text(chat: Chat, messages: list, prompt: str, response: str) -> str:
+    """A given response -> the text that the model would say after `prompt`, as the template has it.
 
-    What the template puts between the two is part of it: a space, a channel, the end of a think
-    block that the prompt opens. A whole, empty block is not, as the model would not emit it."""
+    What stands between the two is part of it: a space, a channel, the end of a think block that
+    the prompt opens. A whole, empty block is not, as the model would not emit it."""
     whole = chat.render([*messages, {"role": "assistant", "content": response}], answer=False)
-    # The prompt may end in a think block, which it opens, and may close.
     block = re.search(r"<((?:think|thought|reason)\w*)>\s*(</\1>)?\s*$", prompt)
-    before = prompt[:block.start()] if block else prompt
+    without_block = prompt[:block.start()] if block else prompt
     start = prompt
     if block and block[2] and not whole.startswith(prompt):
-        start = before  # some templates leave a closed one out of turns that are past
-    empty = r"^\s*<((?:think|thought|reason)\w*)>\s*</\1>\s*"
-    text = re.sub(empty, "", whole.removeprefix(start))
-    fits = whole.startswith(start) and response.strip() in prompt.removeprefix(before) + text
+        start = without_block  # some templates leave a closed one out of turns that are past
+
+    empty_block = r"^\s*<((?:think|thought|reason)\w*)>\s*</\1>\s*"
+    text = re.sub(empty_block, "", whole.removeprefix(start))
+    said = prompt.removeprefix(without_block) + text
+    fits = response.strip() and whole.startswith(start) and response.strip() in said
     if block:
-        fits = fits and text.count(f"</{block[1]}>") == (0 if block[2] else 1)
-    if not fits or not response.strip():
+        closings = 0 if block[2] else 1  # the text closes what the prompt leaves open
+        fits = fits and text.count(f"</{block[1]}>") == closings
+    if not fits:
         raise Refused("expected a response with text, and a template that shows it as the model "
                       "says it, behind the prompt: have it sampled, or turn thinking off with "
                       "--template-kwargs")
+    return text
+
+def encode_response(chat: Chat, messages: list, prompt: str, response: str) -> list[int]:
+    """A given response -> the ids that the model would emit after `prompt`, up to a stop token."""
+    text = response_text(chat, messages, prompt, response)
     if set(chat.encode(response)) & set(chat.stops):
         raise Refused(f"expected a response without a stop token in it, found {response!r:.200}")
 
@@ -684,7 +691,6 @@ def hold_out(examples: list[RowExample], fraction: float, seed: int):
         return hashlib.sha256(f"{seed} {question}".encode()).digest()
 
     questions = sorted({e.question for e in examples}, key=shuffled)
-
     count = min(math.ceil(fraction * len(questions)), len(questions) - 1)
     held_out = set(questions[:count])
     for example in examples:
