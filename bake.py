@@ -174,9 +174,9 @@ def make_head(model):
     raise ValueError("its logits are no known function of its final hidden states: see make_head")
 
 def agree(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """Whether they differ by rounding alone. tolerance: of the spread; in half precision 2 %."""
+    """Whether they differ by rounding alone. tolerance: of the spread; in half precision 5 %."""
     if expected.dtype in (torch.bfloat16, torch.float16):
-        tolerance = 2e-2
+        tolerance = 5e-2
     spread = expected.max() - expected.min()
     return bool((found - expected).abs().max() <= tolerance * spread)
 
@@ -740,7 +740,7 @@ def first_logits(model, prompts: list, prefix: Prefix) -> torch.Tensor:
     """-> (B, V) logits of the first token that a call would sample."""
     out = model.generate(**pad_left(model, prompts, prefix), max_new_tokens=1,
                          return_dict_in_generate=True, output_logits=True)
-    return out.logits[0]
+    return out.logits[0].to(model.dtype)  # in which they were computed
 
 def sampling_prefix(model, prompts: list, prefix: Prefix) -> Prefix:
     """The prefix if padding behind it changes nothing, or none. Refused if padding always does."""
@@ -809,7 +809,7 @@ def load_model(args) -> tuple:
     if os.path.exists(os.path.join(args.model, "adapter_config.json")):
         raise Refused(f"expected a plain model, found an adapter in --model {args.model}: merge it "
                       "first, with PEFT's merge_and_unload")
-    usual = "bfloat16" if "cuda" in args.device else "float32"
+    usual = "bfloat16" if "cuda" in args.device or args.dtype == "4bit" else "float32"
     dtype = usual if args.dtype in ("auto", "4bit") else args.dtype
     with expect(f"--model {args.model} to be a causal language model, on --device {args.device}"):
         quantization = None
@@ -822,6 +822,10 @@ def load_model(args) -> tuple:
         base = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, quantization_config=quantization, device_map=args.device,
             trust_remote_code=args.trust_remote_code).eval()
+        for layer in base.modules():
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                # In 4-bit on a CPU: what it would pack for speed has no gradient.
+                layer.support_avx512bf16_for_cpu = False
         base.config.get_text_config().use_cache = True  # training often saves it as False
         head = make_head(base)
 

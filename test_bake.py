@@ -447,6 +447,10 @@ def test_half_precision_bases(folders, dtype, tmp_path):
     for tensor in (kl, *torch.autograd.grad(kl.sum(), lora(model))):
         assert tensor.dtype == torch.float32 and tensor.isfinite().all()
     assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
+    prompts = [e.teacher_prompt for e in examples]
+    with bake.teacher_mode(model):
+        assert bake.first_logits(model, prompts[:1], Prefix()).dtype == model.dtype
+        assert bake.sampling_prefix(model, prompts, Prefix()).length == 0
 
 def test_4_bit_bases(tmp_path):
     """The teacher is the quantised model itself, so the sides differ in prompt and adapter alone."""
@@ -460,6 +464,16 @@ def test_4_bit_bases(tmp_path):
     for e in examples:
         e.where = "row"
     assert_close(bake.batch_kl(model, head, examples), loop_kl(model, examples), atol=0.02, rtol=0.05)
+    gradients = []
+    for dtype in ("4bit", "float32"):
+        other, other_head, _ = loaded(folder, dtype=dtype)
+        fill_targets(other, examples, tmp_path)
+        kl = bake.batch_kl(other, other_head, examples).sum()
+        grads = torch.autograd.grad(kl, lora(other))
+        gradients.append(torch.cat([grad.flatten().float() for grad in grads]))
+    # Like that of the full weights, as far as the quantised ones are like them.
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.8
+    fill_targets(model, examples, tmp_path)
     log = bake.train(model, head, examples, [], args, tmp_path)
     assert log[-1]["kl"] < 0.9 * log[1]["kl"]
 
