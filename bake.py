@@ -793,16 +793,19 @@ def gives_a_product(layer) -> bool:
         return False
 
 def no_place_for_lora(base) -> list[str]:
-    """The linear layers that LoRA cannot stand on, by the last part of their names: of those with
-    a forward of their own some, and Mamba's output projections, whose weights are read past it."""
-    names = set()
-    for parent in base.modules():
-        for name, layer in parent.named_children():
-            own = isinstance(layer, torch.nn.Linear) and "transformers" in type(layer).__module__
-            mamba = hasattr(parent, "A_log") and hasattr(parent, "D")
-            if own and not gives_a_product(layer) or mamba and name == "out_proj":
-                names.add(name)
-    return sorted(names)
+    """The linear layers that LoRA cannot stand on: of those with a forward of their own some, and
+    Mamba's output projections, whose weights are read past it. And those off the text's way."""
+    decoder = set(base.get_decoder().modules())
+    names = []
+    for name, layer in base.named_modules():
+        if not isinstance(layer, torch.nn.Linear) or layer is base.get_output_embeddings():
+            continue
+        parent = base.get_submodule(name.rpartition(".")[0])
+        mamba = name.endswith("out_proj") and hasattr(parent, "A_log") and hasattr(parent, "D")
+        own = "transformers" in type(layer).__module__ and not gives_a_product(layer)
+        if mamba or own or layer not in decoder:
+            names.append(name)
+    return names
 
 def load_base(args):
     """-> the model without adapters, in eval mode, on --device."""
@@ -842,7 +845,8 @@ def load_model(args) -> tuple:
     torch.manual_seed(args.seed)  # of the LoRA matrices
     excluded = no_place_for_lora(base)
     if excluded:
-        print(f"without LoRA: {', '.join(excluded)}")
+        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in excluded}
+        print(f"without LoRA: {', '.join(sorted(kinds))}")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
                              target_modules=named or args.target_modules,
                              exclude_modules=excluded)
@@ -1060,15 +1064,21 @@ def read_lines(path: Path) -> list:
         return records
 
 def identity(args) -> dict:
-    """What makes a run the same run: its arguments, its data, and the files of its model."""
+    """What makes a run the same run: its arguments and data, and its model's files or commit."""
     with expect(f"a file at --data {args.data}"):
         data = Path(args.data).read_bytes()
 
+    commit = None
     files = []
     for path in sorted(Path(args.model).glob("*")):
         if path.is_file():
             files.append([path.name, path.stat().st_size, path.stat().st_mtime])
-    return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files}
+    if not os.path.isdir(args.model):
+        with expect(f"--model {args.model} to be a folder, or a model on the hub"):
+            config = transformers.utils.cached_file(args.model, "config.json")
+            commit = Path(config).parent.name  # the hub's cache has a folder for each
+    return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files,
+                         "model_commit": commit}
 
 @contextlib.contextmanager
 def claim(out: Path, args):

@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -101,6 +102,10 @@ FAMILIES |= {
     "GraniteMoeHybrid": MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 4,
                                  "shared_intermediate_size": 16},
     "Falcon": {},
+    "Gemma3": {"text_config": SIZE | {"head_dim": 8}, "mm_tokens_per_image": 4,
+               "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "patch_size": 14,
+                                 "num_attention_heads": 4, "intermediate_size": 64,
+                                 "image_size": 28}},
     "Jamba": HYBRID | {"attn_layer_offset": 1, "attn_layer_period": 2},
     "Mamba": {"state_size": 8},
 }
@@ -435,8 +440,18 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
     changed = {name for name in before if before[name] != after[name]}
     params = dict(model.named_parameters())
     assert all("lora_" in name for name, param in params.items() if param.requires_grad)
-    # What text does not pass through, such as a cross-attention, has no gradient and stays 0.
+    # What text does not pass through within the decoder, such as a cross-attention, stays 0.
     assert changed == {name for name, param in params.items() if id(param) in used}
+
+def test_lora_keeps_off_what_it_cannot_stand_on(folders, capsys):
+    """A vision tower, which no text passes, and a router; what was left out is said, once a kind."""
+    for family, places in {"Gemma3": ["model.vision_tower.encoder.layers.*.mlp.fc1"],
+                           "Llama4Text": ["model.layers.*.feed_forward.router"]}.items():
+        model, _, _ = loaded(folders(family))
+        said = re.search("without LoRA: (.*)", capsys.readouterr().out)[1].split(", ")
+        assert set(places) <= set(said) and len(said) == len(set(said))
+        carry = {name for name, _ in model.named_parameters() if "lora_" in name}
+        assert carry and not any("vision" in name or "router" in name for name in carry)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_bases(folders, dtype, tmp_path):
@@ -1227,6 +1242,23 @@ def test_another_model_under_the_same_name_is_another_run(command, tmp_path):
     bake.main([*line, "--out", str(tmp_path / "second"), "--micro-batch-size", "1"])
     write(tmp_path / "model" / "adapter_config.json", "{}")
     refused("found an adapter in --model .* merge it", loaded, tmp_path / "model")
+
+def test_another_commit_of_a_hub_model_is_another_run(command, folders, tmp_path, monkeypatch):
+    """Told by the hub's cache, which is laid out here as after a download."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub = tmp_path / "models--someone--tiny"
+    (hub / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(folders(), hub / "snapshots" / commit)
+    line = command(tmp_path / "out", "--epochs 1 --trajectories 1")
+    line[1] = "someone/tiny"
+    write(hub / "refs" / "main", "a" * 40)
+    assert bake.main(line) == bake.main(line)
+    write(hub / "refs" / "main", "b" * 40)
+    refused(f"with model_commit '{'a' * 40}', found '{'b' * 40}'", bake.main, line)
+    line[1] = "someone/else"
+    refused("--model someone/else to be a folder, or a model on the hub", bake.main, line)
 
 def test_ctrl_c_ends_in_one_line(command, tmp_path):
     program = [sys.executable, bake.__file__, *command(tmp_path, "--epochs 500")]
