@@ -8,7 +8,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
 
 test: .venv/installed ## run the tests
-	$(PYTHON) -m pytest -q --disable-warnings test_bake.py examples/test_examples.py
+	$(PYTHON) -m pytest -q --disable-warnings test_bake.py examples
 
 demo: $(MODEL) ## bake a pirate into a small chat model on the CPU, and print the report
 	$(PYTHON) bake.py --model $(MODEL) --data examples/pirate.jsonl --out runs/demo \

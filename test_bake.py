@@ -12,10 +12,10 @@
 10. Nothing in the data is read as something else or left out in silence: used whole, or refused.
 11. Part 1 stands alone.
 
-Models are tiny, random and made here: no network. Hypothesis draws the structure, seeded generators
-the tensors. `make test` runs them all, on CUDA if there is one."""
+Laws 1, 2 and 10 have a file of their own, examples/test_data.py, and so have the kinds of models,
+examples/test_models.py. Models are tiny, random and made here: no network. Hypothesis draws the
+structure, seeded generators the tensors. `make test` runs them all, on CUDA if there is one."""
 import copy
-import dataclasses
 import functools
 import json
 import math
@@ -40,7 +40,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
 import bake
-from bake import Example, Prefix, Refused, RowExample
+from bake import Example, Prefix, RowExample
 
 settings.register_profile("bake", settings.get_profile("ci"), max_examples=40)  # no deadline, and
 settings.load_profile("bake")  # derandomised
@@ -68,56 +68,18 @@ def make_tokenizer(template=PLAIN, pad="<|pad|>", bos=None):
 SIZE = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 512,
         "pad_token_id": 260, "eos_token_id": 256}
-FAMILIES = {
+FAMILIES = {  # what they need beside SIZE
     "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 8},
-    "Mistral": {"sliding_window": 8},
     "GPT2": {},
     "GPTNeoX": {},
-    "Cohere": {"logit_scale": 0.5},
-    "Granite": {"logits_scaling": 0.5},
-    "HyperCLOVAX": {"logits_scaling": 0.5},
-    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0, "sliding_window": 8},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 16},
     "Rwkv": {"attention_hidden_size": 32},
-    "Mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2,
-               "chunk_size": 8},
-    "FalconH1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
-                 "mamba_chunk_size": 8},
 }
-PLAIN_FAMILIES = """Apertus Arcee BioGpt BitNet Bloom Cohere2 Cwm DiffLlama Doge Ernie4_5
-    Exaone4 FlexOlmo Gemma Glm Glm4 GptOss Llama4Text Mixtral Moshi Mpt Nemotron Olmo2 Olmo3
-    Phi Phi3 Phimoe SeedOss SmolLM3 StableLm Starcoder2 XGLM""".split()
-FAMILIES |= dict.fromkeys(PLAIN_FAMILIES, {"head_dim": 8})
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-HYBRID = {"head_dim": 8, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2,
-          "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-FAMILIES |= dict.fromkeys("Lfm2 MiniMax OlmoHybrid Qwen3Moe Qwen3Next Qwen3_5Text "
-                          "RecurrentGemma".split(), HYBRID)
-FAMILIES |= {
-    "Bamba": MAMBA | {"attn_layer_indices": [1]},
-    "Bart": {"decoder_layers": 2, "d_model": 32, "decoder_ffn_dim": 64},
-    "DeepseekV4": HYBRID | {"n_routed_experts": 4, "n_shared_experts": 1, "q_lora_rank": 8},
-    "GraniteMoeHybrid": MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 4,
-                                 "shared_intermediate_size": 16},
-    "Falcon": {},
-    "Gemma3": {"text_config": SIZE | {"head_dim": 8}, "mm_tokens_per_image": 4,
-               "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "patch_size": 14,
-                                 "num_attention_heads": 4, "intermediate_size": 64,
-                                 "image_size": 28}},
-    "Jamba": HYBRID | {"attn_layer_offset": 1, "attn_layer_period": 2},
-    "Mamba": {"state_size": 8},
-}
-BIDIRECTIONAL = {"Gemma3Text": {"head_dim": 8, "use_bidirectional_attention": True},
-                 "Bert": {"is_decoder": False}, "CpmAnt": {}, "XLM": {}}
-IN_FULL = ["Bamba", "Jamba", "Mamba", "MiniMax", "RecurrentGemma", "Rwkv"]  # every prompt, without a cache
-UNMASKED = ["Bart", "DeepseekV4", "RecurrentGemma", "Rwkv"]  # padding changes what is sampled
 
 def make_model(folder, family="Llama", tokenizer=None, **size):
     """A random model, scaled up until what it predicts is far from uniform, with its tokenizer."""
     torch.manual_seed(0)
-    size = SIZE | (FAMILIES | BIDIRECTIONAL)[family] | size
+    size = SIZE | FAMILIES[family] | size
     config = getattr(transformers, f"{family}Config")(**size, use_cache=False)
     model = AutoModelForCausalLM.from_config(config)
     for param in model.parameters():
@@ -269,7 +231,7 @@ def test_the_loss_pasted_elsewhere():
         refused("do not fit", bake.batched_kl, *shapes, head, error=ValueError)
 
 def test_the_loss_under_autocast():
-    """The head computes in bf16 there; the KL stays in fp32 and its gradient in the states' type."""
+    """The head computes in bf16 there; the KL stays in fp32, its gradient in the states' type."""
     student, teacher, mask, _ = made_loss_case([3, 2], False, 0)
     student.requires_grad_()
     head = torch.nn.Linear(8, 23, device=DEVICE).requires_grad_(False)
@@ -324,11 +286,12 @@ def test_kernel_launches_do_not_depend_on_the_batch_size():
         with torch.profiler.profile() as profile:
             bake.batched_kl(student, teacher, mask, head, chunk=8).sum().backward()
         counts = {event.key: event.count for event in profile.key_averages()}
-        return {key: n for key, n in counts.items() if key[:6] == "aten::" and not moves.search(key)}
+        return {key: n for key, n in counts.items()
+                if key[:6] == "aten::" and not moves.search(key)}
 
     assert operators(1, 16) == operators(8, 2)
 
-# ------------------------------------------------------------------------ gradients through the model
+# ---------------------------------------------------------------------- gradients through the model
 @given(sizes=st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=5),
        micro=st.integers(1, 5), shared=st.integers(0, 7), order=st.randoms(use_true_random=False))
 def test_laws_3_4_7_gradients_are_those_of_the_loop(model64, sizes, micro, shared, order,
@@ -357,7 +320,7 @@ def test_laws_3_4_7_gradients_are_those_of_the_loop(model64, sizes, micro, share
     assert_close([param.grad for param in params], clipped, atol=1e-9, rtol=1e-7)
 
 def test_law_7_the_student_prefix_is_used_where_it_pays(folders, tmp_path, monkeypatch):
-    """One read of what a batch shares, behind which each row is shorter; not below the threshold."""
+    """One read of what a batch shares, behind it each row is shorter; not below the threshold."""
     model, head, _ = loaded(folders())
     examples = make_examples([(2, 4, 3), (2, 5, 6), (2, 3, 4)], shared=20)
     fill_targets(model, examples, tmp_path)
@@ -383,7 +346,7 @@ def test_law_7_the_student_prefix_is_used_where_it_pays(folders, tmp_path, monke
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT"])
 @pytest.mark.parametrize("flags", [[], ["--gradient-checkpointing"]])
 def test_law_6_an_empty_difference_is_nothing(folders, family, flags, tmp_path):
-    """Equal prompts: KL and gradient 0, though GPT-2 and OPT have dropout and were left training."""
+    """Equal prompts: KL and gradient 0, though GPT-2 and OPT have dropout and are left training."""
     args = parse(folders(family), *flags, "--lr", 1e-9)
     model, head = bake.load_model(args)
     examples = make_examples([(0, 5, 3), (0, 9, 6), (0, 3, 1)], shared=0)
@@ -400,97 +363,6 @@ def test_law_6_an_empty_difference_is_nothing(folders, family, flags, tmp_path):
     assert (kl == 0).all() and all((grad == 0).all() for grad in grads)
     log = bake.train(model, head, examples, [], args, tmp_path)
     assert all(entry["kl"] < 1e-7 for entry in log[1:]) and len(log) == 4
-
-def all_bits(model):
-    return {name: t.cpu().numpy().tobytes() for name, t in model.state_dict().items()}
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
-    """Prefix-cached is uncached, for targets and sampling; training moves LoRA and no other bit."""
-    model, head, args = loaded(folders(family))
-    examples = make_examples([(9, 4, 5), (3, 9, 12), (6, 2, 1)], shared=12)
-    prefix = prefix_of(model, examples)
-    assert prefix.length == (0 if family in IN_FULL else 12)
-    assert ("are read in full" in capsys.readouterr().out) == (family in IN_FULL)
-    plain = fill_targets(model, examples, tmp_path, Prefix())
-    fill_targets(model, examples, tmp_path, prefix)
-    cached = fill_targets(model, examples, tmp_path, prefix)  # its use has not changed the cache
-    assert_close(cached, plain, atol=1e-4, rtol=1e-4)
-    kl = bake.batch_kl(model, head, examples)
-    assert_close(kl, loop_kl(model, examples), atol=1e-5, rtol=1e-4)
-    grads = torch.autograd.grad(kl.sum(), lora(model), allow_unused=True)
-    used = {id(param) for param, grad in zip(lora(model), grads) if grad is not None and grad.any()}
-    assert len(used) >= 4
-    chat = chat_for(folders(family))
-    prompts = [e.teacher_prompt for e in examples]
-    with bake.teacher_mode(model):
-        alone = [bake.generate(model, chat, [p], Prefix(), 8, 0)[0] for p in prompts]
-        if family in UNMASKED:
-            refused("other logits behind padding", bake.sampling_prefix, model, prompts, prefix)
-        else:
-            usable = bake.sampling_prefix(model, prompts, prefix)
-            behind = bake.full_attention(prefix) and family != "Mpt"
-            assert usable.length == (prefix.length if behind else 0)
-            assert bake.generate(model, chat, prompts, usable, 8, 0) == alone
-    before = all_bits(model)
-    for e in examples:
-        e.where = "row"
-    bake.train(model, head, examples, [], args, tmp_path)
-    after = all_bits(model)
-    changed = {name for name in before if before[name] != after[name]}
-    params = dict(model.named_parameters())
-    assert all("lora_" in name for name, param in params.items() if param.requires_grad)
-    # What text does not pass through within the decoder, such as a cross-attention, stays 0.
-    assert changed == {name for name, param in params.items() if id(param) in used}
-
-def test_lora_keeps_off_what_it_cannot_stand_on(folders, capsys):
-    """A vision tower, which no text passes, and a router; what was left out is said, once a kind."""
-    for family, places in {"Gemma3": ["model.vision_tower.encoder.layers.*.mlp.fc1"],
-                           "Llama4Text": ["model.layers.*.feed_forward.router"]}.items():
-        model, _, _ = loaded(folders(family))
-        said = re.search("without LoRA: (.*)", capsys.readouterr().out)[1].split(", ")
-        assert set(places) <= set(said) and len(said) == len(set(said))
-        carry = {name for name, _ in model.named_parameters() if "lora_" in name}
-        assert carry and not any("vision" in name or "router" in name for name in carry)
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_bases(folders, dtype, tmp_path):
-    model, head, _ = loaded(folders(), dtype=dtype)
-    examples = make_examples([(3, 4, 2), (1, 9, 7)])
-    fill_targets(model, examples, tmp_path)
-    kl = bake.batch_kl(model, head, examples)
-    for tensor in (kl, *torch.autograd.grad(kl.sum(), lora(model))):
-        assert tensor.dtype == torch.float32 and tensor.isfinite().all()
-    assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
-    prompts = [e.teacher_prompt for e in examples]
-    with bake.teacher_mode(model):
-        assert bake.first_logits(model, prompts[:1], Prefix()).dtype == model.dtype
-        assert bake.sampling_prefix(model, prompts, Prefix()).length == 0
-
-def test_4_bit_bases(tmp_path):
-    """The teacher is the quantised model itself, so the sides differ in prompt and adapter alone."""
-    pytest.importorskip("bitsandbytes")
-    folder = make_model(tmp_path / "model", hidden_size=128)  # blocks are of 64 weights
-    args = parse(folder, "--dtype", "4bit", "--lr", 1e-2)
-    model, head = bake.load_model(args)
-    assert model.model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
-    examples = make_examples([(3, 4, 2), (1, 9, 7)])
-    fill_targets(model, examples, tmp_path)
-    for e in examples:
-        e.where = "row"
-    assert_close(bake.batch_kl(model, head, examples), loop_kl(model, examples), atol=0.02, rtol=0.05)
-    gradients = []
-    for dtype in ("4bit", "float32"):
-        other, other_head, _ = loaded(folder, dtype=dtype)
-        fill_targets(other, examples, tmp_path)
-        kl = bake.batch_kl(other, other_head, examples).sum()
-        grads = torch.autograd.grad(kl, lora(other))
-        gradients.append(torch.cat([grad.flatten().float() for grad in grads]))
-    # Like that of the full weights, as far as the quantised ones are like them.
-    assert torch.cosine_similarity(*gradients, dim=0) > 0.8
-    fill_targets(model, examples, tmp_path)
-    log = bake.train(model, head, examples, [], args, tmp_path)
-    assert log[-1]["kl"] < 0.9 * log[1]["kl"]
 
 def test_an_example_has_a_token_of_each(model64):
     model, head, _ = model64
@@ -538,12 +410,10 @@ def test_the_learning_rate_rises_and_falls():
     assert late == sorted(late) and late[-1] == 0.1
     assert 0 < bake.learning_rate(1, 10, 0.1, warmup=0) < 0.1
 
-# ----------------------------------------------------------------------------- data: rows and files
+# ------------------------------------------------------------- data: rows, prompts, and their split
 SYSTEM = {"role": "system", "content": "S"}
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Ho"}
-UNTRAINED = REPLY | {"weight": 0}
-PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
 
 def user(content):
     return {"role": "user", "content": content}
@@ -551,116 +421,6 @@ def user(content):
 def dialog(*turns, **more):
     return {"messages": list(turns)} | more
 
-def found(*pairs):
-    """What a row is read as: (messages, response) without ids."""
-    return [(messages, response, None) for messages, response in pairs]
-
-FIRST = [USER], "Ho"
-SECOND = [USER, REPLY, USER], "Ho"
-ONE = found(FIRST)
-ASKED = found(([USER], None))
-BOTH = found(FIRST, SECOND)
-SHAPES = [  # what is read, and a row that says it
-    (ONE, dialog(USER, REPLY)),
-    (ONE, dialog(USER, completion="Ho")),
-    (ONE, dialog(USER, response="Ho")),
-    (ONE, {"prompt": "Hi", "completion": "Ho"}),
-    (ONE, {"prompt": [USER], "completion": [REPLY]}),
-    (ONE, {"prompt": "Hi", "response": "Ho", "answer": None, "history": [], "label": ""}),
-    (ONE, {"prompt": "Hi", "answer": "Ho"}),
-    (ONE, {"question": "Hi", "answer": "Ho"}),
-    (ONE, {"user_message": "Hi", "response": "Ho"}),
-    (ONE, {"instruction": "Hi", "output": "Ho", "input": ""}),
-    (ONE, {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}),
-    (ONE, dialog(user(PARTS), REPLY)),
-    (ONE, dialog(USER, REPLY | {"weight": 1, "tool_calls": []})),
-    (ONE, dialog(USER, REPLY, source="web", id=7)),
-    (ASKED, dialog(USER)),
-    (ASKED, {"prompt": "Hi"}),
-    (ASKED, {"query": "Hi", "completion": None}),
-    (ASKED, {"prompt": "Hi", "completion": []}),
-    (ASKED, {"prompt": "Hi", "completion": ""}),
-    ([([USER], "", [256])], {"prompt": "Hi", "completion": "", "ids": [256]}),
-    (found(([SYSTEM, USER], None)), {"system": "S", "prompt": "Hi"}),
-    (found(([SYSTEM, USER], None)), {"system_prompt": "S", "question": "Hi"}),
-    (found(([SYSTEM, USER], None)), dialog(SYSTEM | {"role": "developer"}, USER)),
-    (found(([user("{{n}} {0} %s")], None)), dialog(user("{{n}} {0} %s"))),
-    (BOTH, dialog(USER, REPLY, USER, REPLY)),
-    (BOTH, {"prompt": "Hi", "completion": [REPLY, USER, REPLY]}),
-    (BOTH + found(([USER, REPLY, USER, REPLY, USER], None)), dialog(USER, REPLY, USER, REPLY, USER)),
-    (found(SECOND), {"prompt": [USER, REPLY, USER], "completion": "Ho"}),
-    (found(([USER, UNTRAINED, USER], "Ho")), dialog(USER, UNTRAINED, USER, REPLY)),
-    (found(([USER | {"weight": 0}], "Ho")), dialog(USER | {"weight": 0}, REPLY)),
-    (found(([user("Hi\n\nyou")], "Ho")), {"instruction": "Hi", "input": "you", "output": "Ho"}),
-    (found(([user("Hi\n\nyou")], "Ho")), {"instruction": "Hi", "context": "you", "response": "Ho"}),
-]
-
-@pytest.mark.parametrize("expected, row", SHAPES)
-def test_every_shape_of_row(row, expected):
-    assert bake.conversations(row, ["source", "id"]) == expected
-
-BAD_ROWS = [  # why, and the row
-    ("an object with .*, found 7", 7),
-    ("an object with .*, found 'Hi'", "Hi"),
-    ("either messages or a prompt, found neither", {}),
-    ("either messages or a prompt, found prompt, messages", {"prompt": "Hi", "messages": [USER]}),
-    ("one prompt, found two", {"prompt": "Hi", "question": "Ho"}),
-    ("one completion, found two", {"prompt": "Hi", "response": "N", "answer": "Ho"}),
-    (".*found text: to leave out what is not read, --ignore text", {"text": "Hi"}),
-    (".*found history,label", {"prompt": "Hi", "history": [["a", "b"]], "label": False}),
-    (".*found chosen", {"prompt": "Hi", "chosen": "Ho"}),
-    (".*found input", {"prompt": "Hi", "input": "you"}),
-    (".*found input", dialog(USER, REPLY, instruction=None, input="you")),
-    ("the keys type, text, found role,content", {"prompt": "Hi", "system": [USER, REPLY]}),
-    (".*found tool_calls", dialog(USER, REPLY | {"tool_calls": [{}]})),
-    (".*found reasoning_content", dialog(USER, REPLY | {"reasoning_content": "Hm"})),
-    (".*found audio", dialog(USER | {"audio": "a.wav"})),
-    (".*found image_url", dialog(user([{"type": "image_url", "image_url": "a.png"}]))),
-    ("text as the user message, found .*'image'", dialog(user([{"type": "image"}]))),
-    ("a role of system, .*found 'tool'", dialog(USER | {"role": "tool"})),
-    ("a role of .* found None", dialog({"role": None, "content": "Hi"})),
-    ("text as the user message, found 5", {"prompt": 5}),
-    ("text as the user message, found 7", {"instruction": "Hi", "input": 7}),
-    ("text as the assistant message, found 3", {"prompt": "Hi", "completion": 3}),
-    ("an object with role, content, weight, found 7", dialog(7)),
-    ("text as the user message, found 0", {"instruction": "Hi", "input": 0}),
-    ("the keys type, text, found role", {"instruction": [USER], "input": "you"}),
-    ("text as the system message, found False", {"prompt": "Hi", "system": False}),
-    ("text as the user message, found .*'value'", dialog(user([PARTS[0] | {"text": {"value": 1}}]))),
-    ("a weight of 0 or 1, found 0.5", dialog(USER, REPLY | {"weight": 0.5})),
-    (".*found assistant, user", dialog(REPLY, USER)),
-    (".*found user, assistant, assistant", dialog(USER, REPLY, completion="Ho")),
-    (".*found user, user", dialog(USER, USER)),
-    (".*found system, system, user", dialog(SYSTEM, USER, system="S")),
-    ("a response to train on, .*found user, assistant", dialog(USER, REPLY | {"weight": "0"})),
-    ("a response to train on, .*found user, assistant", {"prompt": [USER, REPLY]}),
-    ("a response to train on, .*found system", dialog(SYSTEM)),
-]
-
-@pytest.mark.parametrize("reason, row", BAD_ROWS)
-def test_law_10_bad_rows_say_why(reason, row):
-    """A key that is not read, an order that is none, or what is no text: refused, with the keys."""
-    refused(f"expected {reason}", bake.conversations, row, [], error=Refused)
-
-def test_files(tmp_path):
-    """BOM, CRLF, blank lines, U+2028 in strings; a file of another kind is refused."""
-    def read(name, text):
-        path = write(tmp_path / name, text)
-        rows = [(where.removeprefix(f"{path}:"), row) for where, row in bake.read_rows(path)]
-        return [(number, bake.parse_json(row, "a row")) for number, row in rows]
-
-    rows = read("a.jsonl", '\ufeff{"prompt": "a\u2028é"}\r\n\r\n["x"]\n')
-    assert rows == [("1", {"prompt": "a\u2028é"}), ("3", ["x"])]
-    assert read("a.txt", "Why?\n  \nHow?\n") == [("1", {"prompt": "Why?"}), ("3", {"prompt": "How?"})]
-    for name, text, reason in [
-            ("d.jsonl", '{"a": 1, "a": 2}', "a row in JSON, found ValueError: a key twice among a, a"),
-            ("c.jsonl", '{"prom', "a row in JSON, found JSONDecodeError"),
-            ("c.txt", b"a\xff", "c.txt to be .* in UTF-8, found UnicodeDecodeError"),
-            ("c.json", "[]", "c.json to be .*another kind of file: README has")]:
-        refused(reason, read, name, text)
-    refused("No such file", bake.read_rows, str(tmp_path / "missing.jsonl"))
-
-# ------------------------------------------------------------------- prompts, templates, responses
 class Base:
     """What Chat asks of a model."""
     def __init__(self, folder):
@@ -681,193 +441,6 @@ def built(rows, chat, *flags):
     """Rows -> examples."""
     places = [(f"f:{i}", json.dumps(row)) for i, row in enumerate(rows, 1)]
     return bake.build_examples(places, chat, parse("x", *flags))
-
-HI = "<|user|>Hi<|end|><|assistant|>"
-FOLDED = "<|user|>PIRATE\n\nHi<|end|><|assistant|>"
-ARR = "<|system|>PIRATE<|end|>"
-TINY = "<|system|>I am Tiny.<|end|>"
-SKIPS_SYSTEM = "{% if m.role != 'system' %}" + TURN + "{% endif %}"
-MERGES = ("{% if m.role != 'system' %}<|{{ m.role }}|>"
-          "{% if loop.index0 and loop.previtem.role == 'system' %}{{ loop.previtem.content }}\n"
-          "{% endif %}{{ m.content }}<|end|>{% endif %}")
-
-def leading(text, start="<|assistant|>"):
-    """A template that puts `text` before what an assistant says."""
-    said = TURN.replace("}}|>", "}}|>{{ '%s' if m.role == 'assistant' }}" % text)
-    return template_of(said, start)
-
-@dataclasses.dataclass
-class Case:
-    """A template, what both sides read, and what stands before the text of a response."""
-    template: str
-    teacher: str = ARR + HI
-    student: str = HI
-    lead: str = ""
-
-TEMPLATES = {
-    "plain": Case(PLAIN),
-    "refuses": Case(template_of("{{ raise_exception('no') if m.role == 'system' }}" + TURN), FOLDED),
-    "drops": Case(template_of(SKIPS_SYSTEM), FOLDED),
-    "merges": Case(template_of(MERGES), FOLDED.replace("\n\n", "\n")),
-    "default": Case("{% if messages[0].role != 'system' %}" + TINY + "{% endif %}" + PLAIN,
-                    student=TINY + HI),
-    "no stop": Case(template_of("<|{{ m.role }}|>{{ m.content }}"
-                                "{{ '<|pad|>' if m.role != 'assistant' }}"),
-                    (ARR + HI).replace("end", "pad"), HI.replace("end", "pad")),
-    "a line": Case(template_of(TURN + "\n"), (ARR + HI).replace("d|>", "d|>\n"),
-                   HI.replace("d|>", "d|>\n")),
-    "strict": Case(template_of("{{ raise_exception('must alternate') if not "
-                               "loop.changed(m.role) }}" + TURN)),
-    "empties": Case(leading("<think></think>")),  # the model would not emit those
-    "leads": Case(leading(" "), lead=" "),
-    "channels": Case(leading("<|pad|>"), lead="<|pad|>"),
-    "closed": Case(template_of(TURN, "<|assistant|><think></think>"),
-                   ARR + HI + "<think></think>", HI + "<think></think>"),
-    "opened": Case(leading("<think>\\n\\n</think>\\n\\n", "<|assistant|><think>\\n"),
-                   ARR + HI + "<think>\n",
-                   HI + "<think>\n", lead="\n</think>\n\n"),
-}
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_laws_1_and_2_chat_templates(folders, name):
-    """The sides differ in the prompt alone; what leads into answers is in the response, once."""
-    case = TEMPLATES[name]
-    chat = chat_for(folders(), case.template)
-    decode = chat.tokenizer.decode
-    rows = [dialog(USER, REPLY, USER, REPLY), {"prompt": "Hi", "completion": "Ho"}, {"prompt": "Hi"}]
-    one, two, led, asked = built(rows, chat, "--prompt", "PIRATE")
-    assert decode(one.teacher_prompt) == case.teacher
-    assert decode(one.student_prompt) == case.student
-    for e in (one, two, led):
-        assert decode(e.response) == case.lead + "Ho<|end|>"
-    assert asked.teacher_prompt == one.teacher_prompt and asked.response is None
-    assert one.messages == [SYSTEM | {"content": "PIRATE"}, USER]
-    assert chat.fold_system == (case.teacher == FOLDED)
-    own, = built([dialog(SYSTEM, USER)], chat, "--student-prompt", "Be.")
-    assert decode(own.student_prompt) == case.teacher.replace("PIRATE", "Be.")
-
-@pytest.mark.parametrize("name, response, expected", [
-    ("opened", "H</think>Ho", None),  # would be a second block
-    ("opens and shows", "<think>\nH</think>Ho", "H</think>Ho<|end|>"),
-    ("opens and shows", "Ho", None),
-    ("closed", "<think></think>Ho", "Ho<|end|>"),
-    ("plain", "<div></div>Ho", "<div></div>Ho<|end|>"),
-    ("starts", "Ho", "Ho<|end|>"),
-    ("plain", "<think>H</think>Ho", "<think>H</think>Ho<|end|>"),
-    ("opens alone", "Ho", None),  # it would land inside the thoughts
-    ("opens both", "Ho", None),
-    ("opens both", "H</think>Ho", "H</think>Ho<|end|>"),
-    ("closed", "<think>H</think>Ho", None),  # a second block
-    ("other start", "Ho", None),  # how an answer begins is not to be seen
-])
-def test_thoughts_in_given_responses(folders, name, response, expected):
-    """A response stands where the model would say it, or it is refused with the way out."""
-    templates = {"opens alone": template_of(TURN, "<|assistant|><think>"),
-                 "opens and shows": template_of(TURN, "<|assistant|><think>\\n"),
-                 "starts": template_of(TURN.replace("|>{{", "|>{{ '<AI>' if m.role == 'assistant' }}{{"),
-                                       "<|assistant|><AI>"),
-                 "opens both": leading("<think>", "<|assistant|><think>"),
-                 "other start": template_of(TURN, "<|assistant|><|pad|>")}
-    template = templates.get(name) or TEMPLATES[name].template
-    chat = chat_for(folders(), template)
-    rows = [{"prompt": "Hi", "completion": response}]
-    if expected is None:
-        refused("f:1: .*--template-kwargs", built, rows, chat, "--prompt", "P")
-    else:
-        e, = built(rows, chat, "--prompt", "P")
-        assert chat.tokenizer.decode(e.response) == expected
-
-@pytest.mark.parametrize("prompt, row, reason, template", [
-    ("", {"prompt": "Hi"}, "one prompt .*found neither", PLAIN),
-    ("P", dialog(SYSTEM, USER), "one prompt .*found both", PLAIN),
-    ("P", {"prompt": "\ud800"}, "found .*Error", PLAIN),
-    ("P", {"prompt": " "}, "expected text that", PLAIN),
-    ("P", {"prompt": "a", "completion": "<|user|>"}, "without control tokens", PLAIN),
-    ("", dialog(SYSTEM, user("a<|end|>")), "without control tokens", PLAIN),
-    ("P" * 600, {"prompt": "Hi"}, "at most 512 tokens.* found 6", PLAIN),
-    ("P", {"prompt": "Hi", "completion": "o" * 600}, "at most 512 tokens.* found 6", PLAIN),
-    ("P", dialog(USER, UNTRAINED, user("no")), "text that the template shows, .*'no'",
-     "{{ messages[0].content + messages[1].content }}"),
-    ("P", {"prompt": "Hi", "completion": " "}, "expected a response with text", PLAIN),
-    ("P", dialog(USER, REPLY | {"content": ""}), "expected a response with text", PLAIN),
-    ("P", dialog(USER, UNTRAINED, USER), "that the chat template takes.*nope",
-     PLAIN + "{{ raise_exception('nope') if messages[2] }}"),
-    ("P", {"prompt": "Hi", "completion": "Ho", "ids": [1]}, "ids that are the completion's", PLAIN),
-    ("P", {"prompt": "Hi", "completion": "Ho", "ids": [256, 72, 111]}, "ids that are", PLAIN),
-    ("P", {"prompt": "Hi", "completion": "Ho", "ids": ["x"]}, "ids that are", PLAIN),
-    ("P", {"prompt": "Hi", "completion": "Ho", "ids": 7}, "ids that are", PLAIN),
-    ("P", {"prompt": "Hi", "ids": [7]}, "ids that are the completion's", PLAIN),
-])
-def test_law_10_prompts_that_do_not_fit_together(folders, prompt, row, reason, template):
-    """A row that no honest pair of sides can be made of is refused with its place."""
-    chat = chat_for(folders(), template)
-    refused(f"f:1: .*{reason}", built, [row], chat, "--prompt", prompt)
-
-def test_a_response_is_not_cut_at_a_stop_token_within(folders):
-    chat = copy.copy(chat_for(folders()))
-    chat.stops = [256, *chat.encode("\n")]
-    rows = [{"prompt": "Hi", "completion": "a\nb"}]
-    refused("f:1: .*without a stop token in it", built, rows, chat, "--prompt", "P")
-
-def test_bad_rows_are_counted(folders, capsys, tmp_path):
-    """And refused with the first reason, or left out with --skip-bad-rows; none left is refused."""
-    chat = chat_for(folders())
-    data = write(tmp_path / "rows.jsonl", '{"prompt": "a", "answer": " "}\n5\n{"pro\n'
-                                          '{"prompt": "b", "answer": "c"}\n')
-    rows = bake.read_rows(data)
-    args = parse("x", "--prompt", "P", data=data)
-    first = f"3 of {{}} rows in {data} cannot be used. {data}:1: expected a response with text"
-    refused(first.format(4), bake.build_examples, rows, chat, args)
-    args.skip_bad_rows = True
-    kept, = bake.build_examples(rows, chat, args)
-    assert kept.where == f"{data}:4"
-    assert f"--- left out:\n{first.format(4)}" in capsys.readouterr().out
-    refused(first.format(3), bake.build_examples, rows[:3], chat, args)
-    refused("0 of 0 rows", bake.build_examples, [], chat, args)
-
-def test_law_1_sampled_ids_are_kept(folders):
-    """They may hold control tokens, as a model may say them, and end without a stop token."""
-    chat = chat_for(folders())
-    for ids in ([72, 111], [72, 111, 256], [64, 258], [256]):
-        row = {"prompt": "Hi", "completion": chat.decode(ids), "ids": ids}
-        e, = built([row], chat, "--prompt", "P")
-        anew, = built([row | {"completion": "Ho"}], chat, "--prompt", "P", "--ignore", " ids,")
-        assert e.response == ids and chat.tokenizer.decode(anew.response) == "Ho<|end|>"
-
-@pytest.mark.parametrize("pad", [None, "<|end|>", "<|pad|>"])
-def test_one_bos_and_any_pad(folders, tmp_path, pad):
-    """Tokenizer and template both add a BOS: one a side, none in a response."""
-    template = "<|system|>" + PLAIN
-    own = make_tokenizer(template, pad, bos="<|system|>")
-    folder = make_model(tmp_path / "m", tokenizer=own)
-    assert own("a").input_ids[0] == 257  # it would add one
-    rows = [{"prompt": "Hi", "completion": "Ho"}]
-    e, = built(rows, chat_for(folder, template), "--prompt", "P")
-    plain, = built(rows, chat_for(folders(), template), "--prompt", "P")
-    assert vars(e) == vars(plain)
-    assert e.teacher_prompt.count(257) == 2 and e.student_prompt.count(257) == 1
-    assert e.response == [*own.encode("Ho", add_special_tokens=False), 256]
-
-class Merging:
-    """A tokenizer that marks the start of a text with a space, and merges two spaces or lines."""
-    stops = [0]
-
-    def __init__(self, whole):
-        self.whole = whole
-
-    def render(self, messages, answer):
-        return self.whole
-
-    def encode(self, text):
-        pieces = re.findall("\n\n|  |.", text and " " + text, re.S)
-        return [ord(piece) if len(piece) == 1 else 1000 for piece in pieces]
-
-@pytest.mark.parametrize("prompt, response, expected", [
-    (">\n", "Ho", [72, 111, 0]), (">\n", "\nHo", [10, 72, 111, 0]), ("> ", " Ho", [32, 72, 111, 0])])
-def test_responses_are_encoded_as_the_model_would_emit_them(prompt, response, expected):
-    """No mark of a text's start inside a response, no token over the seam with the prompt."""
-    chat = Merging(prompt + response)
-    assert bake.encode_response(chat, [], prompt, response) == expected
 
 def test_the_split_is_by_question():
     """All responses to a question are on one side, whatever the order; one question is trained."""
@@ -893,7 +466,7 @@ def test_the_split_has_a_seed_of_its_own(folders, tmp_path):
 
     assert held_out("a") == held_out("b", "--seed", 1) != held_out("c", "--split-seed", 1)
 
-# ------------------------------------------------------------------------------------------ sampling
+# ----------------------------------------------------------------------------------------- sampling
 class Sampler:
     """A model that records its generate calls, with what sampling needs beside it."""
     def __init__(self, folder, *flags):
@@ -932,15 +505,10 @@ def test_sampling_in_one_call(folders, tmp_path):
         for e in sampled:
             row = int(e.where[2:]) - 1
             assert e.teacher_prompt == s.examples[row].teacher_prompt
-            assert bake.generate(s.model, s.chat, [e.teacher_prompt], Prefix(), 6, 0) == [e.response]
+            alone = bake.generate(s.model, s.chat, [e.teacher_prompt], Prefix(), 6, 0)
+            assert alone == [e.response]
     again = built(bake.read_lines(tmp_path / "trajectories.jsonl"), s.chat)
     assert sides(again) == sides(sampled)
-
-def test_short_questions_end_alike_behind_short_marks(folders):
-    """What both sides end in is what follows the question, however short the two are."""
-    template = "{% for m in messages %}[{{ m.role[0] }}] {{ m.content }}{% endfor %}/"
-    e, = built([{"prompt": "Hi"}], chat_for(folders(), template), "--prompt", "P")
-    assert chat_for(folders(), template).tokenizer.decode(e.student_prompt) == "[u] Hi/"
 
 def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_path):
     s = Sampler(folders(), "--trajectories", 1)
@@ -1004,48 +572,10 @@ def test_interrupted_sampling_goes_on_behind_the_last_batch(folders, tmp_path):
         s.run([{"prompt": "What is that?"}], tmp_path)
         assert file.read_bytes() == b"".join(lines) and len(s.calls) == 3 - batches_done
 
-# --------------------------------------------------------------------------------- models and flags
-def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch):
-    """Above all those whose logits make_head does not know: they would be trained wrongly."""
-    model, _, _ = loaded(folders("Gemma2"), "--target-modules", "q_proj,v_proj")
-    assert {name.split(".")[-1] for name in model.targeted_module_names} == {"q_proj", "v_proj"}
-    for names in ("lm_head,q_proj", "embed_tokens", "nothing_like_it", "self_attn", "q_proj,v_prj"):
-        refused("--target-modules", loaded, folders("Gemma2"), "--target-modules", names)
-    plain = bake.logits_of
-    monkeypatch.setattr(bake, "logits_of", lambda *arguments: plain(*arguments) * 1.001)
-    refused("see make_head", loaded, folders("Gemma2"))
-    monkeypatch.undo()
-    for family in BIDIRECTIONAL:
-        refused("it is not causal", loaded, folders(family))
-    refused(f"--model {tmp_path} to be a causal", loaded, tmp_path)  # an empty folder
-    code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
-    write(tmp_path / "config.json", json.dumps(code))
-    refused("trust_remote_code", loaded, tmp_path)  # own.py is not even looked for
-
-def test_an_adapter_finds_its_base_from_anywhere(folders, monkeypatch):
-    folder = Path(folders())
-    monkeypatch.chdir(folder.parent)
-    model, _, _ = loaded(folder.name)
-    assert model.peft_config["default"].base_model_name_or_path == str(folder)
-
-def test_tokenizers_that_lack_something_are_refused(folders):
-    tokenizer = make_tokenizer(None)
-    base = Base(folders())
-    refused("chat_template is not set", bake.Chat, tokenizer, base, {})
-    tokenizer.eos_token = None
-    base.generation_config.eos_token_id = None
-    refused("with a stop token", bake.Chat, tokenizer, base, {})
-
-@pytest.mark.parametrize("flags", [
-    ["--epochs", 0], ["--lr", "nan"], ["--lr", "inf"], ["--template-kwargs", "{"],
-    ["--batch-size", -1], ["--seed", 2 ** 64]])
-def test_flags_out_of_bounds(flags):
-    refused(".", parse, "x", *flags)
-
 # ------------------------------------------------------------------------------- a run, end to end
 @pytest.fixture(scope="session")
 def command(folders, tmp_path_factory):
-    """command(out, more) -> the command line of a short run: --model FOLDER --data FILE and so on."""
+    """command(out, more) -> the command line of a short run: --model FOLDER --data FILE ..."""
     prompt = SYSTEM | {"content": "Answer like a pirate, please: *arr*\n<b>&</b> ```x```"}
     rows = [dialog(prompt, user(f"Question {i}, what now?")) for i in range(12)]
     rows[0]["completion"] = "# Arr\r\n</pre>"
@@ -1132,9 +662,9 @@ def test_the_same_command_again_says_that_it_is_done(run, command, tmp_path, cap
             (out, "--lr .5", "with lr 0.01, found 0.5"),
             (out, "--prompt x", "with prompt '', found 'x'"),
             (folder, "", "files of something else"), (data, "", "to be a folder"),
-            (tmp_path / "a", f"--prompt P --data {bad}", "2 of 2 rows .*l:1: expected text without"),
+            (tmp_path / "a", f"--prompt P --data {bad}", "2 of 2 rows .*l:1: expected text"),
             (tmp_path / "a", f"--prompt P --data {bad} --skip-bad-rows", "2 of 2 rows .* cannot"),
-            (tmp_path / "a", "--data missing", "a file at --data missing, found FileNotFoundError")]:
+            (tmp_path / "a", "--data missing", "a file at --data missing, found FileNotFound")]:
         refused(reason, bake.main, command(where, more))
     assert not list((tmp_path / "a").iterdir())
     write(Path(data), rows + b"\n")
@@ -1220,6 +750,18 @@ def test_damaged_files_are_named_and_made_again(command, run, tmp_path, monkeypa
     write(tmp_path / "args.json", "")
     refused("args.json as it was written: delete the folder", bake.main, command(tmp_path))
 
+def test_an_adapter_finds_its_base_from_anywhere(folders, monkeypatch):
+    folder = Path(folders())
+    monkeypatch.chdir(folder.parent)
+    model, _, _ = loaded(folder.name)
+    assert model.peft_config["default"].base_model_name_or_path == str(folder)
+
+@pytest.mark.parametrize("flags", [
+    ["--epochs", 0], ["--lr", "nan"], ["--lr", "inf"], ["--template-kwargs", "{"],
+    ["--batch-size", -1], ["--seed", 2 ** 64]])
+def test_flags_out_of_bounds(flags):
+    refused(".", parse, "x", *flags)
+
 def test_an_adapter_that_loads_otherwise_is_refused(folders, tmp_path, monkeypatch):
     """As where PEFT maps the names of a model's weights otherwise. Here it reads none of them."""
     model, _, _ = loaded(folders())
@@ -1268,7 +810,8 @@ def test_ctrl_c_ends_in_one_line(command, tmp_path):
     process.send_signal(2)
     said = process.communicate()[1]
     assert process.returncode == 1 and "Traceback" not in said
-    assert said.endswith("stopped by KeyboardInterrupt(): the same command goes on from what --out holds\n")
+    assert said.endswith("stopped by KeyboardInterrupt(): the same command goes on from what "
+                         "--out holds\n")
 
 KILLER = """
 import os, sys, threading, time, bake
@@ -1331,60 +874,6 @@ def test_standard_errors_against_numpy(seed, n):
     one = bake.held_out_numbers({"q": [0.5, 0.5]}, {"q": [0.1, 0.9]})
     assert one["recovered"] == pytest.approx(0.8) and one["recovered_error"] is None
 
-# ---------------------------------------------------------------------------------------- any input
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.text(max_size=3) | st.sampled_from("role content from value type text weight".split()),
-        inner, max_size=3), max_leaves=8)
-TURNS = st.lists(st.fixed_dictionaries({
-    "role": st.sampled_from(["system", "user", "assistant", "tool"]),
-    "content": st.text(max_size=6) | JSON}), max_size=5)
-KEYS = "messages prompt completion response question ids system instruction input tools".split()
-ROW = JSON | st.dictionaries(st.sampled_from(KEYS), JSON | TURNS | st.text(max_size=9), max_size=4)
-TEXT = st.text("abAB<|>{}%é \n", min_size=1, max_size=9).filter(str.strip)
-
-@given(rows=st.lists(ROW, max_size=4), prompt=st.sampled_from(["", "Be a."]),
-       name=st.sampled_from(["f.jsonl", "f.txt"]), noise=st.binary(max_size=5))
-@settings(max_examples=300)
-def test_law_10_any_file_is_read_or_refused_by_line(folders, tmp_path_factory, rows, prompt, name,
-                                                    noise):
-    """Whatever the file holds: examples for which laws 1 and 2 hold, or one line that says where."""
-    text = "\n".join(map(json.dumps, rows))
-    path = write(tmp_path_factory.getbasetemp() / name, text.encode() + noise)
-    chat = chat_for(folders())
-    args = parse("x", "--prompt", prompt, data=path)
-    try:
-        examples = bake.build_examples(bake.read_rows(path), chat, args)
-    except Refused as error:
-        assert path in str(error)
-        return
-    for e in examples:
-        assert e.response is None or e.response[-1] == 256 or e.response
-        assert e.teacher_prompt[-1] == e.student_prompt[-1]
-        assert e.teacher_prompt != e.student_prompt
-        decode = chat.tokenizer.decode
-        assert decode(e.student_prompt) in decode(e.teacher_prompt)
-
-@given(name=st.sampled_from(sorted(set(TEMPLATES) - {"opened", "leads", "channels"})), prompt=TEXT,
-       turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
-@settings(max_examples=150)
-def test_laws_1_and_2_for_any_template(folders, name, prompt, turns):
-    """The prompt is in the teacher's context alone; both end alike, in the response and a stop."""
-    chat = chat_for(folders(), TEMPLATES[name].template)
-    row = []
-    for asked, said in turns:
-        row += [user(asked), REPLY | {"content": said}]
-    examples = built([dialog(*row)], chat, "--prompt", prompt)
-    decode = chat.tokenizer.decode
-    for e, (_, said) in zip(examples, turns, strict=True):
-        teacher = decode(e.teacher_prompt)
-        student = decode(e.student_prompt)
-        assert teacher.count(prompt.strip()) > student.count(prompt.strip())
-        assert decode(e.response).replace("<|end|>", "").strip() == said.strip()
-        assert e.response[-1] == 256 and e.response.count(256) == 1
-        assert teacher.rpartition("<|assistant|>")[2] == student.rpartition("<|assistant|>")[2]
-
 # ------------------------------------------------------------------------- Part 1, and the README
 def blocks_of(section):
     """The indented blocks of a section of the README, as texts."""
@@ -1424,4 +913,5 @@ def test_law_11_part_1_stands_alone(run, folders, tmp_path, monkeypatch):
     assert np.mean(after[1], 0)[0] == pytest.approx(report["kl_after"], rel=1e-4)
     assert [step for step, _, _ in steps] == [entry["step"] for entry in log[1:]]
     assert [kl for _, kl, _ in steps] == pytest.approx([e["kl"] for e in log[1:]], rel=1e-4)
-    assert [norm for *_, norm in steps] == pytest.approx([e["grad_norm"] for e in log[1:]], rel=1e-4)
+    norms = [e["grad_norm"] for e in log[1:]]
+    assert [norm for *_, norm in steps] == pytest.approx(norms, rel=1e-4)

@@ -313,7 +313,8 @@ def test_a_prompt_that_does_nothing(capsys, tmp_path):
 
 def test_a_run_that_held_nothing_out_has_dashes(capsys, tmp_path):
     runs = [write_run(tmp_path / "all-0", 0, minutes=3, notes=[])]
-    assert printed_rows(capsys, runs) == [["all", "4", "1", "– → –", "–", "– → –", "3.0"]]
+    expected = ["all", "4", "1", "– → –", "–", "– → –", "3.0"]
+    assert printed_rows(capsys, runs) == [expected]
 
 def test_a_run_that_is_not_done_is_named(capsys, tmp_path):
     runs = [write_run(tmp_path / "begun-0", 0),
@@ -392,7 +393,8 @@ def test_the_figure(tmp_path):
     pytest.importorskip("matplotlib")
     import curve
     measured = tmp_path / "measured.md"
-    table = "\n\n| scale | KL(a) | KL(b) |\n|---|---|---|\n| 0 | 0.4 ± 0.1 | 0 |\n| 1 | 0.1 | 0.3 |\n"
+    table = ("\n\n| scale | KL(a) | KL(b) |\n|---|---|---|\n"
+             "| 0 | 0.4 ± 0.1 | 0 |\n| 1 | 0.1 | 0.3 |\n")
     measured.write_text(f"## runs/pirate-0{table}\n## runs/french-0{table}")
     points = [(0.0, 0.4), (1.0, 0.1)]
     assert curve.read_curves(measured.read_text()) == {"pirate-0": points, "french-0": points}
