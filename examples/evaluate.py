@@ -8,76 +8,60 @@ The arguments of an adapter's run hold for --data too. Means are over questions,
 error; KL is in nats a token. New responses of a base or baked model are sampled at temperature 1.
 """
 import argparse
-import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import peft
 import torch
+from peft.helpers import rescale_adapter_scale
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import bake
+import finished
+from finished import bake
 
 SCALES = [0, 0.25, 0.5, 0.75, 1, 1.25]  # of the trained update: at 0 the model is the base
 OTHER = "You are a careful translator."  # the system message off topic
 
-def load(folder: Path, scratch: Path) -> SimpleNamespace:
-    """The run in `folder`: its arguments, model, head and chat, and a folder for what is new."""
+def load(folder: Path, scratch: Path):
+    """The run in `folder`, with its adapter."""
+    run = finished.load(folder, scratch)
     with bake.expect(f"a run of bake.py that is done in {folder}"):
-        args = argparse.Namespace(**json.loads((folder / "args.json").read_text()))
-        model, head = bake.load_model(args)
-        model.load_adapter(folder, "baked")
-        model.set_adapter("baked")
-    chat = bake.load_chat(model, args)
-    return SimpleNamespace(args=args, model=model, head=head, chat=chat, scratch=scratch)
+        run.model.load_adapter(folder, "baked")
+        run.model.set_adapter("baked")
+    return run
 
-def read_examples(run, folder: Path, data: str | None) -> list:
-    """The examples of `data`, or those that the run held out. The prompted model answers what has
-    no response; in the run it has, and that is read back."""
+def read_examples(run, data: str | None) -> list:
+    """The examples of `data`, answered by the prompted model, or those that the run held out."""
     run.args.data = data
-    out = run.scratch if data else folder
-    examples = bake.prepare(out, run.chat, run.args)
-    prefix = bake.exact_prefix(run.model, [e.teacher_prompt for e in examples])
-    examples = bake.sample_responses(run.model, run.chat, examples, prefix, out, run.args)
+    out = run.scratch if data else run.folder
+    examples = finished.read_examples(run, out, out)
     examples = [e for e in examples if data or e.held_out]
     if not examples:
-        raise bake.Refused(f"expected --data, as the run in {folder} held nothing out")
+        raise bake.Refused(f"expected --data, as the run in {run.folder} held nothing out")
     return examples
-
-def set_scale(model, scale: float):
-    """The trained update times `scale`, whatever it was before."""
-    for layer in model.modules():
-        if isinstance(layer, peft.tuners.lora.LoraLayer):
-            layer.set_scale("baked", scale)
 
 def scores(run, examples: list, scales: list) -> dict:
     """-> scale of the student: {question: (KL(teacher ‖ student), top-1 agreement)}."""
-    prefix = bake.exact_prefix(run.model, [e.teacher_prompt for e in examples])
-    size = run.args.micro_batch_size
-    bake.teacher_targets(run.model, examples, prefix, run.scratch / "targets", size)
+    finished.set_targets(run, examples)
     found = {}
     for scale in scales:
-        set_scale(run.model, scale)
-        held_out = bake.held_out_scores(run.model, run.head, examples, run.args)
-        found[scale] = held_out["questions"]
+        with rescale_adapter_scale(run.model, scale):
+            held_out = bake.held_out_scores(run.model, run.head, examples, run.args)
+            found[scale] = held_out["questions"]
     return found
 
 def answered(run, examples: list, scale: float) -> list:
     """-> the examples, each with a new response that the student samples at `scale`."""
-    set_scale(run.model, scale)
     longest = max(len(e.teacher_prompt) for e in examples)  # the teacher reads the response too
     most = min(run.args.max_new_tokens, run.chat.limit - longest)
     prompts = [e.student_prompt for e in examples]
-    prefix = bake.sampling_prefix(run.model, prompts, bake.Prefix())
-    torch.manual_seed(run.args.seed)
     said = []
-    for i in range(0, len(prompts), run.args.batch_size):
-        batch = prompts[i:i + run.args.batch_size]
-        said += bake.generate(run.model, run.chat, batch, prefix, most, 1.0)
+    with rescale_adapter_scale(run.model, scale):
+        prefix = bake.sampling_prefix(run.model, prompts, bake.Prefix())
+        torch.manual_seed(run.args.seed)
+        for i in range(0, len(prompts), run.args.batch_size):
+            batch = prompts[i:i + run.args.batch_size]
+            said += bake.generate(run.model, run.chat, batch, prefix, most, 1.0)
     return [replace(e, response=ids) for e, ids in zip(examples, said)]
 
 def off_topic(run, example: bake.RowExample) -> bake.RowExample:
@@ -149,7 +133,7 @@ def main(argv: list[str] | None = None):
         print(f"## {folder}\n")
         with tempfile.TemporaryDirectory() as scratch:
             run = load(Path(folder), Path(scratch))
-            print(measure(run, read_examples(run, Path(folder), args.data)) + "\n")
+            print(measure(run, read_examples(run, args.data)) + "\n")
 
 if __name__ == "__main__":
     main()

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,9 @@ from transformers import AutoModelForCausalLM
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 import bake
 import evaluate
+import finished
 import table
+import variants
 from test_bake import (DEVICE, ROOT, blocks_of, command, examples_of, files_of, folders, loop_kl,
                        make_tokenizer, refused, run, write)
 
@@ -58,7 +61,7 @@ def baked(run, tmp_path):
 
 @pytest.fixture
 def held_out(run, baked):
-    return evaluate.read_examples(baked, run[0], None)
+    return evaluate.read_examples(baked, None)
 
 def test_the_tables_are_the_report(run, printed):
     """Before is scale 0, after is scale 1, both with the report's errors."""
@@ -108,7 +111,7 @@ def test_every_kl_is_the_plain_loop(baked, held_out, scale):
     for examples in (evaluate.answered(baked, held_out, 1), evaluate.answered(baked, mixed, 0),
                      prompted):
         found = evaluate.scores(baked, examples, [scale])[scale]
-        with torch.no_grad():
+        with torch.no_grad(), evaluate.rescale_adapter_scale(baked.model, scale):
             kl = loop_kl(baked.model, examples).tolist()
         for question, (value, _) in found.items():
             alike = [x for x, e in zip(kl, examples) if e.question == question]
@@ -181,7 +184,6 @@ def test_who_answers(baked, held_out, monkeypatch):
 
     monkeypatch.setattr(bake, "generate", generate)
     baked.args.batch_size = 2
-    evaluate.set_scale(baked.model, 0.25)
     for scale in (1, 0):
         calls.clear()
         asked = evaluate.answered(baked, held_out, scale)
@@ -221,8 +223,7 @@ def test_other_data(run, baked, tmp_path, capsys):
     baked.args.trajectories = 1
     data = tmp_path / "data.txt"
     data.write_text("Why?\nHow so, and when?\n")
-    evaluate.set_scale(baked.model, 1)
-    examples = evaluate.read_examples(baked, out, str(data))
+    examples = evaluate.read_examples(baked, str(data))
     assert {e.question for e in examples} == {"Why?", "How so, and when?"}
     with bake.teacher_mode(baked.model):
         for e in examples:
@@ -247,8 +248,9 @@ def test_what_cannot_be_measured_is_refused(run, baked, tmp_path):
     refused("is done", evaluate.main, [str(tmp_path)])
     data = tmp_path / "data.txt"
     data.write_text("Why?\n")
-    refused("neither", evaluate.read_examples, baked, out, str(data))
-    refused("--data", evaluate.read_examples, baked, tmp_path, None)  # no examples.jsonl
+    refused("neither", evaluate.read_examples, baked, str(data))
+    baked.folder = tmp_path
+    refused("--data", evaluate.read_examples, baked, None)  # no examples.jsonl
     assert not (tmp_path / "examples.jsonl").exists()
 
 def test_a_run_that_held_nothing_out_needs_data(run, baked, tmp_path):
@@ -256,7 +258,63 @@ def test_a_run_that_held_nothing_out_needs_data(run, baked, tmp_path):
     for line in (run[0] / "examples.jsonl").read_text().splitlines():
         lines.append(json.dumps(json.loads(line) | {"held_out": False, "response": [5]}))
     (tmp_path / "examples.jsonl").write_text("\n".join(lines))
-    refused("held nothing out", evaluate.read_examples, baked, tmp_path, None)
+    baked.folder = tmp_path
+    refused("held nothing out", evaluate.read_examples, baked, None)
+
+# ------------------------------------------------------------------------------------- variants.py
+def test_no_change_is_what_bake_does(run, tmp_path, monkeypatch, capsys):
+    """The loop is that of bake.py: the same share is recovered. Each change changes it."""
+    monkeypatch.setattr(variants, "VARIANTS", {"none": {}, "half": {"lr": 5e-3}})
+    folder = shutil.copytree(run[0], tmp_path / "tiny-0")
+    before = files_of(folder)
+    variants.main([str(folder), str(folder)])
+    assert files_of(folder) == before
+    rows = read_table(capsys.readouterr().out, "| change | tiny | more than usual |")
+    usual = f"{run[1]['recovered']:.3f}"
+    assert rows["as bake.py does it"] == [usual, ""]
+    assert rows["none"] == [usual, "+0.000 ± 0.000"] and rows["half"][0] != usual
+    more = float(rows["half"][0]) - float(usual)
+    assert number(rows["half"][1]) == pytest.approx(more, abs=2e-3)
+
+def test_rates_and_the_mean_of_weights(run, tmp_path, monkeypatch):
+    """B's rate is a multiple of A's; where weights are averaged, it is constant once it has risen.
+    With gradients of 0 all weights are alike, and so is their mean."""
+    rates = []
+
+    class Recorder(torch.optim.AdamW):
+        def step(self):
+            rates.append([group["lr"] for group in self.param_groups])
+            super().step()
+
+    def train_step(model, head, batch, params, *_):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Recorder)
+    monkeypatch.setattr(bake, "train_step", train_step)
+    for change in ({"b_factor": 4.0}, {"average": True}):
+        made = finished.load(run[0], tmp_path, **variants.EXTRA | change)
+        weights = peft.get_peft_model_state_dict(made.model)
+        before = {name: weight.clone() for name, weight in weights.items()}
+        variants.train(made, variants.read_epochs(made))
+        for name, weight in peft.get_peft_model_state_dict(made.model).items():
+            torch.testing.assert_close(weight, before[name])
+    steps = len(rates) // 2
+    rise = [bake.learning_rate(step, steps, 1e-2, 0.1) for step in range(1, steps + 1)]
+    assert rates[:steps] == [[rate, 4 * rate] for rate in rise]
+    assert rates[steps:] == [[5e-3, 5e-3]] + [[1e-2, 1e-2]] * (steps - 1)
+
+def test_new_samples_in_each_epoch(run, tmp_path):
+    """Of the same questions, on the same sides, and the first epoch's are the run's."""
+    made = finished.load(run[0], tmp_path, **variants.EXTRA | {"fresh": True})
+    epochs = variants.read_epochs(made)
+    texts = [sorted(str(e.response) for e in examples) for examples in epochs]
+    assert texts[0] == sorted(str(e.response) for e in examples_of(run[0]))
+    assert len(epochs) == len({str(text) for text in texts}) == 4
+    assert made.args.seed == 0 and files_of(tmp_path / "epoch-1").keys() == {"trajectories.jsonl"}
+    for examples in epochs:
+        sides = [sorted((e.where, e.held_out) for e in side) for side in (examples, epochs[0])]
+        assert sides[0] == sides[1] and all(len(e.target) == len(e.response) for e in examples)
 
 # ---------------------------------------------------------------------------------------- table.py
 def write_run(folder, seed, prompt="Arr.", lr=1e-3, minutes=1, **report):
