@@ -793,8 +793,8 @@ def gives_a_product(layer) -> bool:
         return False
 
 def no_place_for_lora(base) -> list[str]:
-    """The linear layers that LoRA cannot stand on: of those with a forward of their own some, and
-    Mamba's output projections, whose weights are read past it. And those off the text's way."""
+    """The linear layers that get no LoRA: what is outside the decoder, as no text passes through it;
+    some with a forward of their own; Mamba's output projections, whose weights are read past it."""
     decoder = set(base.get_decoder().modules())
     names = []
     for name, layer in base.named_modules():
@@ -981,20 +981,19 @@ def standard_error(values: np.ndarray) -> float | None:
 def held_out_numbers(before: dict, after: dict) -> dict:
     """Scores of each question -> what a paper prints: means over questions, and their errors."""
     names = ["kl_before", "top1_before", "kl_after", "top1_after"]
+    scores = np.array([[*before[question], *after[question]] for question in before])
     report = {"recovered": None, "recovered_error": None, "questions": []}
-    for question, scores in before.items():
-        values = dict(zip(names, scores + after[question]))
-        report["questions"].append({"question": question} | values)
-
-    columns = {name: np.array([row[name] for row in report["questions"]]) for name in names}
-    for name, values in columns.items():
+    for question, values in zip(before, scores.tolist()):
+        report["questions"].append({"question": question} | dict(zip(names, values)))
+    for name, values in zip(names, scores.T):
         report[name] = float(values.mean())
         report[f"{name}_error"] = standard_error(values)
+
     if report["kl_before"] >= 1e-3:
         left = report["kl_after"] / report["kl_before"]
         report["recovered"] = 1 - left
         # The error of a ratio of means, to first order.
-        residuals = columns["kl_after"] - left * columns["kl_before"]
+        residuals = scores[:, 2] - left * scores[:, 0]
         report["recovered_error"] = standard_error(residuals / report["kl_before"])
     return report
 
@@ -1020,9 +1019,10 @@ def make_report(trained: list, held_out: list, log: list) -> dict:
 
 def write_results(model, chat: Chat, report: dict, out: Path):
     """The adapter, loaded back to see that it is what was trained, and its report last."""
-    model.save_pretrained(out)
-    chat.tokenizer.save_pretrained(out)
-    model.load_adapter(out, "saved")
+    with expect(f"to save the adapter in {out}, and to load it again"):
+        model.save_pretrained(out)
+        chat.tokenizer.save_pretrained(out)
+        model.load_adapter(out, "saved")
     saved = peft.get_peft_model_state_dict(model, adapter_name="saved")
     for name, weights in peft.get_peft_model_state_dict(model).items():
         if not torch.equal(weights, saved[name]):
@@ -1196,5 +1196,7 @@ if __name__ == "__main__":
         main()
     except Refused as error:
         sys.exit(escaped(str(error)))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        sys.exit(f"out of memory: {error!r}: go on with a smaller --micro-batch-size")
     except (KeyboardInterrupt, OSError) as error:
         sys.exit(f"stopped by {error!r}: the same command goes on from what --out holds")

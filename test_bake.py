@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -801,6 +802,29 @@ def test_another_commit_of_a_hub_model_is_another_run(command, folders, tmp_path
     refused(f"with model_commit '{'a' * 40}', found '{'b' * 40}'", bake.main, line)
     line[1] = "someone/else"
     refused("--model someone/else to be a folder, or a model on the hub", bake.main, line)
+
+@pytest.mark.parametrize("error, said", [
+    (MemoryError(), "out of memory: .*smaller --micro-batch-size"),
+    (torch.OutOfMemoryError("CUDA"), "out of memory: .*CUDA.*smaller --micro-batch-size"),
+    (OSError(28, "No space left"), "stopped by .*No space left.* the same command goes on")])
+def test_what_stops_the_program_is_one_line(command, tmp_path, monkeypatch, error, said):
+    def stop(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch.optim, "AdamW", stop)
+    monkeypatch.setattr(sys, "argv", ["bake.py", *command(tmp_path, "--trajectories 1")])
+    refused(said, functools.partial(runpy.run_path, bake.__file__, run_name="__main__"))
+
+def test_a_full_disk_while_saving(folders, tmp_path, monkeypatch):
+    """Of which safetensors has an error of its own."""
+    model, _, _ = loaded(folders())
+
+    def full(*_, **__):
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(peft.peft_model, "safe_save_file", full)
+    refused("to save the adapter in .* No space left", bake.write_results, model,
+            chat_for(folders()), {}, tmp_path)
 
 def test_ctrl_c_ends_in_one_line(command, tmp_path):
     program = [sys.executable, bake.__file__, *command(tmp_path, "--epochs 500")]
