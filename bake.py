@@ -207,8 +207,9 @@ def repeated(state, size: int, copied: bool = False):
     return state.repeat_interleave(size, 0) if copied else state.expand(size, *state.shape[1:])
 
 def shared_prefix(model, prompts: list[list[int]]) -> Prefix:
-    """Reads once what all prompts start with, but for the last token of each. For a model whose
-    cache is not exact (see exact_prefix), set config.use_cache = False: nothing is shared then."""
+    """Reads once what all prompts start with, but for the last token of each. A model with
+    windows or recurrent layers may not go on from its cache exactly: where config.use_cache is
+    False, nothing is shared."""
     common = os.path.commonprefix([prompt[:-1] for prompt in prompts])
     if not common or not getattr(model.config.get_text_config(), "use_cache", True):
         return Prefix()
@@ -1197,6 +1198,7 @@ if __name__ == "__main__":
     except Refused as error:
         sys.exit(escaped(str(error)))
     except (MemoryError, torch.OutOfMemoryError) as error:
-        sys.exit(f"out of memory: {error!r}: go on with a smaller --micro-batch-size")
+        sys.exit(f"out of memory: {error!r}: go on with a smaller --micro-batch-size; if it was "
+                 "sampling, begin another --out with a smaller --batch-size")
     except (KeyboardInterrupt, OSError) as error:
         sys.exit(f"stopped by {error!r}: the same command goes on from what --out holds")
