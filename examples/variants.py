@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: MIT
 """What helps? Trains finished runs anew, on their own samples, with one thing changed at a time.
 
-    $ python examples/variants.py runs/results/pirate-0 runs/results/pirate-1 runs/results/json-0
+    $ python examples/variants.py runs/results/pirate-0 runs/results/json-0 [--only rate]
 
 Prints a Markdown row for each change as soon as it is measured: recovered for each prompt, the mean
 over its runs; and how much more than without the change, the mean over all runs ± its standard
 error. A run is a folder NAME-SEED that bake.py wrote.
 """
+import argparse
 import json
 import math
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import evaluate
 import finished
 from finished import bake
 
@@ -27,9 +28,9 @@ VARIANTS = {  # what is changed: flags of bake.py, and three that only `train` h
     "a constant rate, and the mean of the last epoch's weights": {"average": True},
     "new samples in each epoch": {"fresh": True},
     "batches of 4: twice the steps": {"batch_size": 4},
-    "LoRA on MLPs alone": {"target_modules": "gate_proj,up_proj,down_proj"},
-    "LoRA on attention alone": {"target_modules": "q_proj,k_proj,v_proj,o_proj"},
+    "half the rate": {"lr": 5e-4},
     "6 epochs: twice the steps": {"epochs": 6},
+    "LoRA on MLPs alone": {"target_modules": "gate_proj,up_proj,down_proj"},
 }
 EXTRA = {"b_factor": 1.0, "average": False, "fresh": False}
 
@@ -92,7 +93,12 @@ def recovered(folder: str, change: dict) -> float:
         after = bake.held_out_scores(run.model, run.head, held_out, run.args)["eval_kl"]
     return 1 - after / before
 
-def main(folders: list[str]):
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that bake.py wrote")
+    parser.add_argument("--only", default="", help="changes with this in their names")
+    args = parser.parse_args(argv)
+    folders = args.runs
     names = np.array([Path(folder).resolve().name.rpartition("-")[0] for folder in folders])
     prompts = sorted(set(names))
     reports = [json.loads((Path(folder) / "report.json").read_text()) for folder in folders]
@@ -106,9 +112,11 @@ def main(folders: list[str]):
     print("|---" * (len(prompts) + 2) + "|")
     row("as bake.py does it", usual, "")
     for title, change in VARIANTS.items():
+        if args.only not in title:
+            continue
         found = np.array([recovered(folder, change) for folder in folders])
         more = found - usual
-        row(title, found, f"{more.mean():+.3f} ± {bake.standard_error(more):.3f}")
+        row(title, found, evaluate.shown(more.mean(), bake.standard_error(more)))
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
