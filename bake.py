@@ -149,7 +149,7 @@ def run_trunk(model, ids: torch.Tensor, use_cache: bool = False, **more):
 
 def logits_of(matrix, factor: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:
     """Final hidden states (n, D) -> logits (n, V)."""
-    logits = matrix(states * factor)
+    logits = matrix((states * factor).to(matrix.weight.dtype))  # Mamba keeps its states in fp32
     return torch.tanh(logits / cap) * cap if cap else logits
 
 def make_head(model):
@@ -163,6 +163,8 @@ def make_head(model):
     ids = torch.arange(8, device=model.device)[None]  # (1, T)
     with torch.no_grad():
         states = run_trunk(model, ids).last_hidden_state
+        if not states.isfinite().all():
+            raise ValueError(f"its states are not finite in {states.dtype}")
         start = run_trunk(model, ids[:, :4]).last_hidden_state
         if not agree(start, states[:, :4], 1e-4):
             raise ValueError("it is not causal: a token's state depends on what follows it")
@@ -174,11 +176,11 @@ def make_head(model):
     raise ValueError("its logits are no known function of its final hidden states: see make_head")
 
 def agree(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """Whether they differ by rounding alone. tolerance: of the spread; in half precision 2 %."""
-    if expected.dtype in (torch.bfloat16, torch.float16):
-        tolerance = 2e-2
+    """Whether they differ by rounding alone: by a share of the spread of what is expected, that is
+    `tolerance` in single precision or better, and 2 % in half precision."""
+    half = expected.dtype in (torch.bfloat16, torch.float16)
     spread = expected.max() - expected.min()
-    return bool((found - expected).abs().max() <= tolerance * spread)
+    return bool((found - expected).abs().max() <= (2e-2 if half else tolerance) * spread)
 
 @dataclass
 class Prefix:
@@ -267,7 +269,8 @@ def read_targets(model, examples: list[Example], path: Path):
     tokens = sum(len(e.response) for e in examples)
     width = model.get_output_embeddings().weight.shape[1]
     targets = torch.from_file(str(path), size=tokens * width, dtype=model.dtype).view(-1, width)
-    assert path.stat().st_size == targets.nbytes, "the targets of other examples"
+    if path.stat().st_size != targets.nbytes:
+        raise ValueError("these are the targets of other examples")
     start = 0
     for example in sorted_by_length(examples, "teacher_prompt"):  # as they were written
         example.target = targets[start:start + len(example.response)]
@@ -364,6 +367,7 @@ def bake(args, out: Path):
             read_targets(model, examples, targets)
     else:
         teacher_targets(model, examples, prefix, targets, args.micro_batch_size, tqdm)
+    del prefix  # the teacher is done: its cache may take gigabytes
 
     trained = [e for e in examples if not e.held_out]
     held_out = [e for e in examples if e.held_out]
@@ -382,6 +386,8 @@ def expect(what: str):
     """Whatever a library raises inside becomes one line: what was expected, and what it said."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         raise Refused(f"expected {what}, found {type(error).__name__}: {error}")
 
@@ -538,6 +544,10 @@ class Chat:
         self.limit = sys.maxsize
         for name in ("max_position_embeddings", "max_seq_len"):
             self.limit = min(self.limit, getattr(config, name, None) or sys.maxsize)
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # Past its first context, each row's states depend on the longest row of its batch.
+            self.limit = min(self.limit, rope["original_max_position_embeddings"])
 
         ends = np.hstack([tokenizer.eos_token_id, model.generation_config.eos_token_id])
         self.stops = [int(token) for token in ends if token is not None]
@@ -688,10 +698,11 @@ def build_examples(rows: list, chat: Chat, args) -> list[RowExample]:
 
 def hold_out(examples: list[RowExample], fraction: float, seed: int):
     """Holds out a share of the questions, each with all its responses."""
-    def shuffled(question):
+    def place(question):
+        """In a random order that depends on the seed and on each question alone."""
         return hashlib.sha256(f"{seed} {question}".encode()).digest()
 
-    questions = sorted({e.question for e in examples}, key=shuffled)
+    questions = sorted({e.question for e in examples}, key=place)
     count = min(math.ceil(fraction * len(questions)), len(questions) - 1)
     held_out = set(questions[:count])
     for example in examples:
@@ -701,6 +712,7 @@ def prepare(out: Path, chat: Chat, args) -> list[RowExample]:
     """What the rows become is written once: a run that is resumed renders and tokenises nothing."""
     path = out / "examples.jsonl"
     if not path.exists():
+        remove_what_follows(path)
         examples = build_examples(read_rows(args.data), chat, args)
         hold_out(examples, args.eval_fraction, args.split_seed)
         write_whole(out / "args.json", json.dumps(identity(args), indent=2))
@@ -739,8 +751,9 @@ def generate(model, chat: Chat, prompts: list, prefix: Prefix, most: int, temper
 
 def first_logits(model, prompts: list, prefix: Prefix) -> torch.Tensor:
     """-> (B, V) logits of the first token that a call would sample."""
-    out = model.generate(**pad_left(model, prompts, prefix), max_new_tokens=1,
-                         return_dict_in_generate=True, output_logits=True)
+    model.generation_config = transformers.GenerationConfig(max_new_tokens=1)
+    out = model.generate(**pad_left(model, prompts, prefix), return_dict_in_generate=True,
+                         output_logits=True)
     return out.logits[0].to(model.dtype)  # in which they were computed
 
 def sampling_prefix(model, prompts: list, prefix: Prefix) -> Prefix:
@@ -758,26 +771,31 @@ def sampling_prefix(model, prompts: list, prefix: Prefix) -> Prefix:
 def sample_responses(model, chat: Chat, examples: list, prefix: Prefix, out: Path, args) -> list:
     """Each example without a response becomes --trajectories examples with one.
 
-    They are kept in a file, a row of data a line, written anew with each batch."""
+    They are kept in a file, a row of data a line: a run that is resumed goes on behind them."""
     asked = [copy.copy(e) for e in examples if e.response is None for _ in range(args.trajectories)]
     # The longest first: if a batch does not fit into memory, the first does not.
     asked.sort(key=lambda e: len(e.teacher_prompt), reverse=True)
 
     path = out / "trajectories.jsonl"
+    if asked and not path.exists():
+        remove_what_follows(path)
     rows = read_lines(path) if path.exists() else []
     size = 4 * args.batch_size  # generating takes less memory than training
+    write_every = math.ceil(len(asked) / (100 * size))  # batches: the file is written whole
     with teacher_mode(model):
         if len(rows) < len(asked):
             prefix = sampling_prefix(model, [e.teacher_prompt for e in asked], prefix)
         for i in tqdm(range(len(rows), len(asked), size), "sampling", unit="batch"):
             torch.manual_seed(args.seed * 10**6 + i)  # the same samples, interrupted or not
             batch = asked[i:i + size]
+            room = chat.limit - max(len(e.student_prompt) for e in batch)
             said = generate(model, chat, [e.teacher_prompt for e in batch], prefix,
-                            args.max_new_tokens, args.temperature)
+                            min(args.max_new_tokens, room), args.temperature)
             for example, ids in zip(batch, said):
                 rows.append({"messages": example.messages, "completion": chat.decode(ids),
                              "ids": ids})
-            write_lines(path, rows)
+            if i // size % write_every == 0 or len(rows) == len(asked):
+                write_lines(path, rows)
 
     for example, row in zip(asked, rows):
         example.response = row["ids"]
@@ -794,7 +812,7 @@ def gives_a_product(layer) -> bool:
         return False
 
 def no_place_for_lora(base) -> list[str]:
-    """The linear layers that get no LoRA: what is outside the decoder, as no text passes through it;
+    """The linear layers that get no LoRA: those outside the decoder, which no text passes through;
     some with a forward of their own; Mamba's output projections, whose weights are read past it."""
     decoder = set(base.get_decoder().modules())
     names = []
@@ -832,7 +850,7 @@ def load_base(args):
 
 def load_model(args) -> tuple:
     """-> the model with adapters, in eval mode, and its frozen head: hidden states -> logits."""
-    if os.path.exists(os.path.join(args.model, "adapter_config.json")):
+    if transformers.utils.find_adapter_config_file(args.model):
         raise Refused(f"expected a plain model, found an adapter in --model {args.model}: merge it "
                       "first, with PEFT's merge_and_unload")
     with expect(f"--model {args.model} to be a causal language model, on --device {args.device}"):
@@ -854,7 +872,7 @@ def load_model(args) -> tuple:
     with expect(f"--target-modules {args.target_modules} to be linear layers of the model"):
         model = peft.get_peft_model(base, config).eval()
         for name in named:
-            if not any(target.endswith(name) for target in model.targeted_module_names):
+            if not any(f".{t}".endswith(f".{name}") for t in model.targeted_module_names):
                 raise ValueError(f"no {name}")
 
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
@@ -865,19 +883,23 @@ def load_model(args) -> tuple:
 
 def full_attention(prefix: Prefix) -> bool:
     """Whether every layer attends to all tokens: no window, no recurrent state."""
-    layers = prefix.cache.layers if prefix.length else []
-    limited = [hasattr(x, "recurrent_states") or getattr(x, "is_sliding", True) for x in layers]
-    return not any(limited)
+    for layer in prefix.cache.layers if prefix.length else []:
+        # A layer that does not say that it has no window counts as having one.
+        if hasattr(layer, "recurrent_states") or getattr(layer, "is_sliding", True):
+            return False
+    return True
 
 def exact_prefix(model, prompts: list) -> Prefix:
     """What all prompts start with, if the model goes on from there as it reads a whole prompt."""
     extremes = [min(prompts, key=len), max(prompts, key=len)]
+    any_token = [[0], [0]]  # it is never read: the state is that of a prompt's last token
     with teacher_mode(model):
-        whole = torch.cat(response_states(model, extremes, [[0], [0]], Prefix()))
+        whole = torch.cat(response_states(model, extremes, any_token, Prefix()))
         try:
             prefix = shared_prefix(model, prompts)
-            behind = torch.cat(response_states(model, extremes, [[0], [0]], prefix))
-            again = response_states(model, extremes[:1], [[0]], prefix)[0]  # of another batch size
+            behind = torch.cat(response_states(model, extremes, any_token, prefix))
+            # A batch of another size shows whether the cache can be used twice.
+            again = response_states(model, extremes[:1], any_token[:1], prefix)[0]
             if agree(behind, whole, 1e-4) and agree(again, whole[:1], 1e-4):
                 return prefix
             reason = "the states differ"
@@ -913,6 +935,8 @@ def held_out_scores(model, head, held_out: list, args) -> dict:
         return {}
     questions = {question: np.mean(pairs, axis=0).tolist() for question, pairs in scores.items()}
     kl, top1 = np.mean(list(questions.values()), axis=0).tolist()
+    if not math.isfinite(kl):
+        raise Refused(f"expected a held-out KL, found {kl}: try another --out with --dtype float32")
     return {"eval_kl": kl, "eval_top1": top1, "questions": questions}
 
 def train(model, head, trained: list, held_out: list, args, out: Path) -> list[dict]:
@@ -1023,7 +1047,10 @@ def write_results(model, chat: Chat, report: dict, out: Path):
     with expect(f"to save the adapter in {out}, and to load it again"):
         model.save_pretrained(out)
         chat.tokenizer.save_pretrained(out)
-        model.load_adapter(out, "saved")
+        for path in out.glob("adapter_*"):
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        model.load_adapter(out, "saved", torch_device=str(model.device))
     saved = peft.get_peft_model_state_dict(model, adapter_name="saved")
     for name, weights in peft.get_peft_model_state_dict(model).items():
         if not torch.equal(weights, saved[name]):
@@ -1056,6 +1083,12 @@ def write_lines(path: Path, records):
 def as_written(path: Path):
     """For reading it: damage is named, with the way out."""
     return expect(f"{path} as it was written: delete it, and the same command makes it again")
+
+PHASES = ["examples.jsonl", "trajectories.jsonl", "targets", "checkpoint.pt"]
+def remove_what_follows(path: Path):
+    """What was made of a file that was there before: that one may have held something else."""
+    for name in PHASES[PHASES.index(path.name) + 1:]:
+        path.with_name(name).unlink(missing_ok=True)
 
 def read_lines(path: Path) -> list:
     with as_written(path):
@@ -1153,13 +1186,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                                 help=meaning)
 
     args = parser.parse_args(argv)
-    from_zero = ("temperature", "eval_fraction", "seed", "split_seed", "warmup")
     for name, value in vars(args).items():
-        least = 1 if isinstance(value, int) else 1e-9
-        if name in from_zero:
+        if type(value) not in (int, float):
+            continue
+        least = 1 if isinstance(value, int) else 1e-9  # a count, or a number above 0
+        if name in ("temperature", "eval_fraction", "seed", "split_seed", "warmup"):
             least = 0
         below = 1 if name in ("eval_fraction", "warmup") else 2**32
-        if type(value) in (int, float) and not least <= value < below:  # NaN is neither
+        if not least <= value < below:  # so NaN is refused too
             parser.error(f"--{name.replace('_', '-')}: expected {least} or more, and less than "
                          f"{below}, found {value}")
 

@@ -19,6 +19,7 @@ import copy
 import functools
 import json
 import math
+import os
 import re
 import runpy
 import shutil
@@ -365,6 +366,15 @@ def test_law_6_an_empty_difference_is_nothing(folders, family, flags, tmp_path):
     log = bake.train(model, head, examples, [], args, tmp_path)
     assert all(entry["kl"] < 1e-7 for entry in log[1:]) and len(log) == 4
 
+def test_targets_of_other_examples_are_refused(model64, tmp_path):
+    """By their number: here it is twice that of the tokens."""
+    model, _, _ = model64
+    examples = make_examples([(3, 4, 2), (1, 9, 7)])
+    fill_targets(model, examples, tmp_path)
+    path = tmp_path / "targets"
+    path.write_bytes(path.read_bytes() * 2)
+    refused("of other examples", bake.read_targets, model, examples, path, error=ValueError)
+
 def test_an_example_has_a_token_of_each(model64):
     model, head, _ = model64
     for example in (Example([1], [], [2], torch.ones(1, 32)), Example([1], [1], [])):
@@ -536,7 +546,8 @@ def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     """A hostile generation_config does not leak in: first tokens are as the logits say. Its stop
     tokens count."""
     hostile = {"top_k": 1, "top_p": 0.3, "repetition_penalty": 1.7, "max_length": 3,
-               "do_sample": True, "num_beams": 1, "forced_eos_token_id": 7, "min_length": 4,
+               "do_sample": True, "num_beams": 2, "num_return_sequences": 2,
+               "forced_eos_token_id": 7, "min_length": 4,
                "suppress_tokens": [1, 2], "eos_token_id": [256, 9]}
     folder = make_model(tmp_path / "model")
     write(Path(folder) / "generation_config.json", json.dumps(hostile))
@@ -553,6 +564,29 @@ def test_sampling_takes_nothing_from_the_checkpoint(tmp_path):
     longest = max(said, key=len)
     assert len(longest) == 6 and longest[-1] != 7
     assert not any(9 in ids[:-1] for ids in said)
+
+def test_a_response_leaves_room_for_the_student(folders, tmp_path):
+    """Whose prompt may be the longer one."""
+    s = Sampler(folders(), "--student-prompt", "Say so very much.", "--trajectories", 1)
+    (tmp_path / "any").mkdir()
+    rows = [{"prompt": "Hi"}, {"prompt": "Hi there."}]
+    longest = max(len(e.student_prompt) for e in s.run(rows, tmp_path / "any"))
+    s.chat.limit = longest + 4
+    said = s.run(rows, tmp_path)
+    assert max(len(e.response) for e in said) == 4
+    assert all(len(e.student_prompt + e.response) <= s.chat.limit for e in said)
+
+def test_samples_are_written_a_hundred_times_at_most(folders, tmp_path, monkeypatch):
+    """As the file is written whole: with each batch of a short run, and in the end all of it."""
+    s = Sampler(folders(), "--batch-size", 1)
+    written = []
+    monkeypatch.setattr(bake, "generate", lambda _, __, prompts, *___: [[7]] * len(prompts))
+    monkeypatch.setattr(bake, "write_lines", lambda path, rows: written.append(len(rows)))
+    for trajectories, expected in ((12, [4, 8, 12]), (4 * 251, [*range(4, 1004, 12), 1004])):
+        written.clear()
+        s.args.trajectories = trajectories
+        s.run([{"prompt": "Hi"}], tmp_path)
+        assert written == expected
 
 def test_interrupted_sampling_goes_on_behind_the_last_batch(folders, tmp_path):
     """And no batch repeats the samples of another, though all prompts are alike here."""
@@ -728,12 +762,26 @@ def test_damaged_files_are_named_and_made_again(command, run, tmp_path, monkeypa
     monkeypatch.setattr(bake, "write_results", None)
     refused("not callable", bake.main, command(tmp_path), error=TypeError)
     monkeypatch.undo()
-    for name in ("examples.jsonl", "trajectories.jsonl", "targets", "checkpoint.pt"):
+    for name in bake.PHASES:
         path = tmp_path / name
-        for damaged in (path.read_bytes()[:-20], b""):
+        whole = path.read_bytes()
+        for damaged in (whole[:-20], b""):
             path.write_bytes(damaged)
             refused(f"{name} as it was written: delete it", bake.main, command(tmp_path))
-        path.unlink()
+        path.write_bytes(whole)
+    made = files_of(tmp_path)
+    for name in bake.PHASES:
+        (tmp_path / name).unlink()
+        if name in bake.PHASES[:2]:  # what was made of it is not taken for what is made of it now
+            monkeypatch.setattr(bake, "teacher_targets", None)
+            refused("not callable", bake.main, command(tmp_path), error=TypeError)
+            assert not (tmp_path / "checkpoint.pt").exists()
+            monkeypatch.undo()
+        assert bake.main(command(tmp_path)) == run[1]
+        for path in tmp_path.iterdir():
+            path.unlink()
+        for path, data in made.items():
+            (tmp_path / path).write_bytes(data)
     assert bake.main(command(tmp_path)) == run[1]
     for name in ("adapter_model.safetensors", "report.json"):
         (tmp_path / name).unlink()
@@ -767,7 +815,7 @@ def test_an_adapter_that_loads_otherwise_is_refused(folders, tmp_path, monkeypat
     """As where PEFT maps the names of a model's weights otherwise. Here it reads none of them."""
     model, _, _ = loaded(folders())
     fresh = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
-    monkeypatch.setattr(model, "load_adapter", lambda _, name: model.add_adapter(name, fresh))
+    monkeypatch.setattr(model, "load_adapter", lambda _, name, **__: model.add_adapter(name, fresh))
     refused("to be what was trained", bake.write_results, model, chat_for(folders()), {}, tmp_path)
     assert not (tmp_path / "report.json").exists()
 
@@ -800,6 +848,9 @@ def test_another_commit_of_a_hub_model_is_another_run(command, folders, tmp_path
     assert bake.main(line) == bake.main(line)
     write(hub / "refs" / "main", "b" * 40)
     refused(f"with model_commit '{'a' * 40}', found '{'b' * 40}'", bake.main, line)
+    write(hub / "snapshots" / ("b" * 40) / "adapter_config.json", "{}")
+    line += ["--out", str(tmp_path / "other")]
+    refused("found an adapter in --model someone/tiny: merge it first", bake.main, line)
     line[1] = "someone/else"
     refused("--model someone/else to be a folder, or a model on the hub", bake.main, line)
 
@@ -814,6 +865,27 @@ def test_what_stops_the_program_is_one_line(command, tmp_path, monkeypatch, erro
     monkeypatch.setattr(torch.optim, "AdamW", stop)
     monkeypatch.setattr(sys, "argv", ["bake.py", *command(tmp_path, "--trajectories 1")])
     refused(said, functools.partial(runpy.run_path, bake.__file__, run_name="__main__"))
+
+def test_the_adapter_is_on_the_disk_before_its_report(folders, tmp_path, monkeypatch):
+    model, _, _ = loaded(folders())
+    synced = []
+    monkeypatch.setattr(bake.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    bake.write_results(model, chat_for(folders()), {}, tmp_path)
+    names = ["adapter_config.json", "adapter_model.safetensors", "report.json"]
+    *adapter, report = [(tmp_path / name).stat().st_ino for name in names]
+    assert set(synced[:2]) == set(adapter) and synced[2:] == [report]
+
+def test_out_of_memory_is_not_taken_for_something_else():
+    for error in (MemoryError, torch.OutOfMemoryError):
+        with pytest.raises(error), bake.expect("anything"):
+            raise error
+
+def test_a_held_out_kl_that_is_no_number(command, tmp_path, monkeypatch):
+    def evaluate(model, head, examples, size):
+        return [(math.nan, 0)] * len(examples)
+
+    monkeypatch.setattr(bake, "evaluate", evaluate)
+    refused("a held-out KL, found nan: .* --dtype float32", bake.main, command(tmp_path))
 
 def test_a_full_disk_while_saving(folders, tmp_path, monkeypatch):
     """Of which safetensors has an error of its own."""

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bake
 
 def load(folder: Path, scratch: Path, **changes) -> SimpleNamespace:
-    """The run in `folder`: args, with changes, and by them a model with new adapters, head, chat."""
+    """The run in `folder`: args, with changes; so made model, with new adapters, head and chat."""
     with bake.expect(f"a run of bake.py that is done in {folder}"):
         saved = json.loads((folder / "args.json").read_text())
         args = argparse.Namespace(**saved | changes)

@@ -331,6 +331,13 @@ def test_short_questions_end_alike_behind_short_marks(folders):
     e, = built([{"prompt": "Hi"}], chat_for(folders(), template), "--prompt", "P")
     assert chat_for(folders(), template).tokenizer.decode(e.student_prompt) == "[u] Hi/"
 
+def test_longrope_ends_where_its_states_change(folders):
+    """Past that, they depend on the longest row of a batch."""
+    base = Base(folders())
+    base.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    assert bake.Chat(make_tokenizer(), base, {}).limit == 64
+    assert chat_for(folders()).limit == 512
+
 def test_tokenizers_that_lack_something_are_refused(folders):
     tokenizer = make_tokenizer(None)
     base = Base(folders())

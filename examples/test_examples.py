@@ -264,7 +264,8 @@ def test_a_run_that_held_nothing_out_needs_data(run, baked, tmp_path):
 # ------------------------------------------------------------------------------------- variants.py
 def test_no_change_is_what_bake_does(run, tmp_path, monkeypatch, capsys):
     """The loop is that of bake.py: the same share is recovered. Each change changes it."""
-    monkeypatch.setattr(variants, "VARIANTS", {"no change": {}, "half a change": {"lr": 5e-3}, "-": {}})
+    monkeypatch.setattr(variants, "VARIANTS",
+                        {"no change": {}, "half a change": {"lr": 5e-3}, "-": {}})
     folder = shutil.copytree(run[0], tmp_path / "tiny-0")
     before = files_of(folder)
     variants.main([str(folder), str(folder), "--only", "change"])

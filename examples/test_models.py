@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,14 +113,15 @@ def test_lora_keeps_off_what_it_cannot_stand_on(folders, capsys):
         assert carry and not any("vision" in name or "router" in name for name in carry)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_bases(folders, dtype, tmp_path):
-    model, head, _ = loaded(folders(), dtype=dtype)
+@pytest.mark.parametrize("family", ["Llama", "Mamba2"])
+def test_half_precision_bases(folders, family, dtype, tmp_path):
+    model, head, _ = loaded(folders(family), dtype=dtype)
     examples = make_examples([(3, 4, 2), (1, 9, 7)])
     fill_targets(model, examples, tmp_path)
     kl = bake.batch_kl(model, head, examples)
     for tensor in (kl, *torch.autograd.grad(kl.sum(), lora(model))):
         assert tensor.dtype == torch.float32 and tensor.isfinite().all()
-    assert_close(kl, loop_kl(loaded(folders())[0], examples), atol=0.1, rtol=0.1)
+    assert_close(kl, loop_kl(loaded(folders(family))[0], examples), atol=0.1, rtol=0.1)
     prompts = [e.teacher_prompt for e in examples]
     with bake.teacher_mode(model):
         assert bake.first_logits(model, prompts[:1], Prefix()).dtype == model.dtype
@@ -155,11 +157,16 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
     """Above all those whose logits make_head does not know: they would be trained wrongly."""
     model, _, _ = loaded(folders("Gemma2"), "--target-modules", "q_proj,v_proj")
     assert {name.split(".")[-1] for name in model.targeted_module_names} == {"q_proj", "v_proj"}
-    for names in ("lm_head,q_proj", "embed_tokens", "nothing_like_it", "self_attn", "q_proj,v_prj"):
+    for names in ("lm_head,q_proj", "embed_tokens", "nothing_like_it", "self_attn", "q_proj,v_prj",
+                  "q_proj,proj"):
         refused("--target-modules", loaded, folders("Gemma2"), "--target-modules", names)
     plain = bake.logits_of
     monkeypatch.setattr(bake, "logits_of", lambda *arguments: plain(*arguments) * 1.001)
     refused("see make_head", loaded, folders("Gemma2"))
+    monkeypatch.undo()
+    monkeypatch.setattr(bake, "run_trunk", lambda *_: SimpleNamespace(
+        last_hidden_state=torch.full((1, 8, 32), torch.inf)))
+    refused("states are not finite in torch.float32", loaded, folders())
     monkeypatch.undo()
     for family in BIDIRECTIONAL:
         refused("it is not causal", loaded, folders(family))
