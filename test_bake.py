@@ -421,7 +421,7 @@ def test_the_learning_rate_rises_and_falls():
     assert late == sorted(late) and late[-1] == 0.1
     assert 0 < bake.learning_rate(1, 10, 0.1, warmup=0) < 0.1
 
-# ------------------------------------------------------------- data: rows, prompts, and their split
+# --------------------------------------------------------------------- data: rows and prompts
 SYSTEM = {"role": "system", "content": "S"}
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Ho"}
@@ -452,30 +452,6 @@ def built(rows, chat, *flags):
     """Rows -> examples."""
     places = [(f"f:{i}", json.dumps(row)) for i, row in enumerate(rows, 1)]
     return bake.build_examples(places, chat, parse("x", *flags))
-
-def test_the_split_is_by_question():
-    """All responses to a question are on one side, whatever the order; one question is trained."""
-    examples = [RowExample([], [], [i], where=f"r{i}", messages=[], question=f"q{i % 7}")
-                for i in range(21)]
-    bake.hold_out(examples, 0.25, seed=0)
-    held_out = {e.question for e in examples if e.held_out}
-    trained = {e.question for e in examples if not e.held_out}
-    assert len(held_out) == 2 and not held_out & trained
-    bake.hold_out(examples[::-1], 0.25, seed=0)
-    assert {e.question for e in examples if e.held_out} == held_out
-    bake.hold_out(examples[:1], 0.25, seed=0)
-    assert not examples[0].held_out
-
-def test_the_split_has_a_seed_of_its_own(folders, tmp_path):
-    data = write(tmp_path / "q.txt", "\n".join(f"Question {i}?" for i in range(20)))
-
-    def held_out(name, *flags):
-        args = parse(folders(), "--prompt", "P", *flags, data=data)
-        (tmp_path / name).mkdir()
-        examples = bake.prepare(tmp_path / name, chat_for(folders()), args)
-        return [e.question for e in examples if e.held_out]
-
-    assert held_out("a") == held_out("b", "--seed", 1) != held_out("c", "--split-seed", 1)
 
 # ----------------------------------------------------------------------------------------- sampling
 class Sampler:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bake
-from bake import Refused
+from bake import Refused, RowExample
 from test_bake import (PLAIN, REPLY, SYSTEM, TURN, USER, Base, built, chat_for, dialog, folders,
                        make_model, make_tokenizer, parse, refused, template_of, user, write)
 
@@ -345,6 +345,30 @@ def test_tokenizers_that_lack_something_are_refused(folders):
     tokenizer.eos_token = None
     base.generation_config.eos_token_id = None
     refused("with a stop token", bake.Chat, tokenizer, base, {})
+
+def test_the_split_is_by_question():
+    """All responses to a question are on one side, whatever the order; one question is trained."""
+    examples = [RowExample([], [], [i], where=f"r{i}", messages=[], question=f"q{i % 7}")
+                for i in range(21)]
+    bake.hold_out(examples, 0.25, seed=0)
+    held_out = {e.question for e in examples if e.held_out}
+    trained = {e.question for e in examples if not e.held_out}
+    assert len(held_out) == 2 and not held_out & trained
+    bake.hold_out(examples[::-1], 0.25, seed=0)
+    assert {e.question for e in examples if e.held_out} == held_out
+    bake.hold_out(examples[:1], 0.25, seed=0)
+    assert not examples[0].held_out
+
+def test_the_split_has_a_seed_of_its_own(folders, tmp_path):
+    data = write(tmp_path / "q.txt", "\n".join(f"Question {i}?" for i in range(20)))
+
+    def held_out(name, *flags):
+        args = parse(folders(), "--prompt", "P", *flags, data=data)
+        (tmp_path / name).mkdir()
+        examples = bake.prepare(tmp_path / name, chat_for(folders()), args)
+        return [e.question for e in examples if e.held_out]
+
+    assert held_out("a") == held_out("b", "--seed", 1) != held_out("c", "--split-seed", 1)
 
 # ---------------------------------------------------------------------------------------- any input
 JSON = st.recursive(
