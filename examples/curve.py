@@ -27,7 +27,9 @@ def read_curves(markdown: str) -> dict:
     return curves
 
 def main(markdown: str, picture: str):
-    matplotlib.rcParams.update(dict.fromkeys(GREYS, GREY) | {"svg.fonttype": "none"})
+    # The salt and the date make the same file of the same numbers.
+    svg = {"svg.fonttype": "none", "svg.hashsalt": "bake.py"}
+    matplotlib.rcParams.update(dict.fromkeys(GREYS, GREY) | svg)
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, points in read_curves(Path(markdown).read_text()).items():
         axes.plot(*zip(*points), marker="o", markersize=3, label=name)
@@ -36,7 +38,7 @@ def main(markdown: str, picture: str):
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(picture, transparent=True, bbox_inches="tight")
+    figure.savefig(picture, transparent=True, bbox_inches="tight", metadata={"Date": None})
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

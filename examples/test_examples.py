@@ -460,4 +460,6 @@ def test_the_figure(tmp_path):
     assert curve.read_curves(measured.read_text()) == {"pirate-0": points, "french-0": points}
     curve.main(str(measured), str(tmp_path / "curve.svg"))
     drawn = (tmp_path / "curve.svg").read_text()
+    curve.main(str(measured), str(tmp_path / "again.svg"))
+    assert (tmp_path / "again.svg").read_text() == drawn
     assert "pirate-0" in drawn and "scale of the adapter" in drawn and "nats per token" in drawn

@@ -11,6 +11,7 @@ error. A run is a folder NAME-SEED that bake.py wrote.
 import argparse
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--only", default="", help="changes with this in their names")
     args = parser.parse_args(argv)
     folders = args.runs
-    names = np.array([Path(folder).resolve().name.rpartition("-")[0] for folder in folders])
+    names = np.array([re.sub(r"-\d+$", "", Path(folder).resolve().name) for folder in folders])
     prompts = sorted(set(names))
     reports = [json.loads((Path(folder) / "report.json").read_text()) for folder in folders]
     usual = np.array([report["recovered"] for report in reports])
