@@ -712,9 +712,9 @@ def prepare(out: Path, chat: Chat, args) -> list[RowExample]:
     """What the rows become is written once: a run that is resumed renders and tokenises nothing."""
     path = out / "examples.jsonl"
     if not path.exists():
-        remove_what_follows(path)
         examples = build_examples(read_rows(args.data), chat, args)
         hold_out(examples, args.eval_fraction, args.split_seed)
+        remove_what_follows(path)
         write_whole(out / "args.json", json.dumps(identity(args), indent=2))
         write_lines(path, map(vars, examples))
     return [RowExample(**fields) for fields in read_lines(path)]
@@ -1104,10 +1104,11 @@ def identity(args) -> dict:
 
     commit = None
     files = []
-    for path in sorted(Path(args.model).glob("*")):
-        if path.is_file():
-            files.append([path.name, path.stat().st_size, path.stat().st_mtime])
-    if not os.path.isdir(args.model):
+    if os.path.isdir(args.model):
+        for path in sorted(Path(args.model).iterdir()):
+            if path.is_file():
+                files.append([path.name, path.stat().st_size, path.stat().st_mtime])
+    else:
         with expect(f"--model {args.model} to be a folder, or a model on the hub"):
             config = transformers.utils.cached_file(args.model, "config.json")
             commit = Path(config).parent.name  # the hub's cache has a folder for each

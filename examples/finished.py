@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bake
 
 def load(folder: Path, scratch: Path, **changes) -> SimpleNamespace:
-    """The run in `folder`: args, with changes; so made model, with new adapters, head and chat."""
+    """The run in `folder`: its args, with changes, and what they make: model, new adapters, chat."""
     with bake.expect(f"a run of bake.py that is done in {folder}"):
         saved = json.loads((folder / "args.json").read_text())
         args = argparse.Namespace(**saved | changes)

@@ -250,8 +250,10 @@ def test_what_cannot_be_measured_is_refused(run, baked, tmp_path):
     data.write_text("Why?\n")
     refused("neither", evaluate.read_examples, baked, str(data))
     baked.folder = tmp_path
+    (tmp_path / "trajectories.jsonl").touch()
     refused("--data", evaluate.read_examples, baked, None)  # no examples.jsonl
     assert not (tmp_path / "examples.jsonl").exists()
+    assert (tmp_path / "trajectories.jsonl").exists()  # what measures removes nothing
 
 def test_a_run_that_held_nothing_out_needs_data(run, baked, tmp_path):
     lines = []
