@@ -43,6 +43,7 @@ import re
 import sys
 
 import filelock
+import huggingface_hub
 import peft
 import transformers
 from tqdm import tqdm
@@ -352,6 +353,7 @@ def bake(args, out: Path):
     model, head = load_model(args)
     chat = load_chat(model, args)
     examples = prepare(out, chat, args)
+    begun = (out / "args.json").stat().st_mtime
     first = examples[0]
     show(f"the teacher reads, in {first.where}:", chat.tokenizer.decode(first.teacher_prompt))
     show("the student reads:", chat.tokenizer.decode(first.student_prompt))
@@ -361,20 +363,15 @@ def bake(args, out: Path):
     first = examples[0]
     show(f"both predict, in {first.where}:", chat.tokenizer.decode(first.response))
 
-    targets = out / "targets"
-    if targets.exists():
-        with as_written(targets):
-            read_targets(model, examples, targets)
-    else:
-        teacher_targets(model, examples, prefix, targets, args.micro_batch_size, tqdm)
+    make_targets(model, examples, prefix, out / "targets", args)
     del prefix  # the teacher is done: its cache may take gigabytes
-
     trained = [e for e in examples if not e.held_out]
     held_out = [e for e in examples if e.held_out]
     print(f"--- {len(trained)} responses to train on, {len(held_out)} held out")
     log = train(model, head, trained, held_out, args, out)
     report = make_report(trained, held_out, log)
     report["samples"] = side_by_side(model, chat, held_out or trained, args)
+    check_still_ours(out, begun)
     write_results(model, chat, report, out)
 
 class Refused(SystemExit):
@@ -389,7 +386,8 @@ def expect(what: str):
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise Refused(f"expected {what}, found {type(error).__name__}: {error}")
+        said = " ".join(str(error).split())
+        raise Refused(f"expected {what}, found {type(error).__name__}: {said}")
 
 # ---------------------------------------------------------- rows: every known shape, made into one
 ROW_NAMES = {"conversations": "messages", "question": "prompt", "instruction": "prompt",
@@ -437,7 +435,8 @@ def rename(record, names: dict, known: list, ignored: list) -> dict:
         if key in ignored or value in (None, "", [], {}):
             continue
         if name in renamed:
-            raise Refused(f"expected one {name}, found two among {', '.join(record)}")
+            raise Refused(f"expected one {name}, found two among {', '.join(record)}: to leave one "
+                          "out, --ignore it")
         if name not in known:
             unread.append(key)
         renamed[name] = value
@@ -925,6 +924,14 @@ def prepare_student(model, args):
                 layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
                                                   use_reentrant=False)
 
+def make_targets(model, examples: list, prefix: Prefix, path: Path, args):
+    """Sets every example's target, from the file if it is there."""
+    if path.exists():
+        with as_written(path):
+            read_targets(model, examples, path)
+    else:
+        teacher_targets(model, examples, prefix, path, args.micro_batch_size, tqdm)
+
 def held_out_scores(model, head, held_out: list, args) -> dict:
     """-> (KL, top-1 agreement) of each question, means over its responses; and their means."""
     scores = collections.defaultdict(list)
@@ -1109,9 +1116,13 @@ def identity(args) -> dict:
             if path.is_file():
                 files.append([path.name, path.stat().st_size, path.stat().st_mtime])
     else:
-        with expect(f"--model {args.model} to be a folder, or a model on the hub"):
-            config = transformers.utils.cached_file(args.model, "config.json")
-            commit = Path(config).parent.name  # the hub's cache has a folder for each
+        with expect(f"--model {args.model} to be a folder, or a model on the hub (or, with "
+                    "HF_HUB_OFFLINE=1, in its cache)"):
+            if huggingface_hub.is_offline_mode():
+                config = transformers.utils.cached_file(args.model, "config.json")
+                commit = Path(config).parent.name  # the cache has a folder for each
+            else:
+                commit = huggingface_hub.model_info(args.model, timeout=5).sha
     return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files,
                          "model_commit": commit}
 
@@ -1142,6 +1153,13 @@ def claim(out: Path, args):
         lock.release()
         if not (out / "args.json").exists():
             (out / ".lock").unlink(missing_ok=True)  # a run that was refused leaves no file
+
+def check_still_ours(out: Path, begun: float):
+    """Raises Refused if OUT was removed, or replaced by another run's, since this one began."""
+    path = out / "args.json"
+    if not path.exists() or path.stat().st_mtime != begun:
+        raise Refused(f"expected --out {out} as this run left it, found it removed or replaced: "
+                      "nothing is written there")
 
 # ------------------------------------------------------------------------------------- command line
 FLAGS = {  # name: (default, meaning); what has no default is required

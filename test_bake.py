@@ -783,7 +783,7 @@ def test_an_adapter_finds_its_base_from_anywhere(folders, monkeypatch):
 
 @pytest.mark.parametrize("flags", [
     ["--epochs", 0], ["--lr", "nan"], ["--lr", "inf"], ["--template-kwargs", "{"],
-    ["--batch-size", -1], ["--seed", 2 ** 64]])
+    ["--batch-size", -1], ["--seed", 2 ** 64], ["--epochs", 10 ** 12], ["--eval-fraction", 1]])
 def test_flags_out_of_bounds(flags):
     refused(".", parse, "x", *flags)
 
@@ -810,26 +810,6 @@ def test_another_model_under_the_same_name_is_another_run(command, tmp_path):
     write(tmp_path / "model" / "adapter_config.json", "{}")
     refused("found an adapter in --model .* merge it", loaded, tmp_path / "model")
 
-def test_another_commit_of_a_hub_model_is_another_run(command, folders, tmp_path, monkeypatch):
-    """Told by the hub's cache, which is laid out here as after a download."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub = tmp_path / "models--someone--tiny"
-    (hub / "refs").mkdir(parents=True)
-    for commit in ("a" * 40, "b" * 40):
-        shutil.copytree(folders(), hub / "snapshots" / commit)
-    line = command(tmp_path / "out", "--epochs 1 --trajectories 1")
-    line[1] = "someone/tiny"
-    write(hub / "refs" / "main", "a" * 40)
-    assert bake.main(line) == bake.main(line)
-    write(hub / "refs" / "main", "b" * 40)
-    refused(f"with model_commit '{'a' * 40}', found '{'b' * 40}'", bake.main, line)
-    write(hub / "snapshots" / ("b" * 40) / "adapter_config.json", "{}")
-    line += ["--out", str(tmp_path / "other")]
-    refused("found an adapter in --model someone/tiny: merge it first", bake.main, line)
-    line[1] = "someone/else"
-    refused("--model someone/else to be a folder, or a model on the hub", bake.main, line)
-
 @pytest.mark.parametrize("error, said", [
     (MemoryError(), "out of memory: .*smaller --micro-batch-size"),
     (torch.OutOfMemoryError("CUDA"), "out of memory: .*CUDA.*smaller --micro-batch-size"),
@@ -841,6 +821,22 @@ def test_what_stops_the_program_is_one_line(command, tmp_path, monkeypatch, erro
     monkeypatch.setattr(torch.optim, "AdamW", stop)
     monkeypatch.setattr(sys, "argv", ["bake.py", *command(tmp_path, "--trajectories 1")])
     refused(said, functools.partial(runpy.run_path, bake.__file__, run_name="__main__"))
+
+@pytest.mark.parametrize("meanwhile", ["removed", "replaced"])
+def test_a_folder_lost_under_a_run(command, tmp_path, monkeypatch, meanwhile):
+    """After the last checkpoint: neither adapter nor report is written where the run was not."""
+    side_by_side = bake.side_by_side
+
+    def last(*arguments):
+        if meanwhile == "replaced":
+            write(tmp_path / "args.json", (tmp_path / "args.json").read_text())
+        else:
+            shutil.rmtree(tmp_path)
+        return side_by_side(*arguments)
+
+    monkeypatch.setattr(bake, "side_by_side", last)
+    refused("found it removed or replaced", bake.main, command(tmp_path, "--trajectories 1"))
+    assert not (tmp_path / "adapter_model.safetensors").exists()
 
 def test_the_adapter_is_on_the_disk_before_its_report(folders, tmp_path, monkeypatch):
     model, _, _ = loaded(folders())
@@ -855,6 +851,11 @@ def test_out_of_memory_is_not_taken_for_something_else():
     for error in (MemoryError, torch.OutOfMemoryError):
         with pytest.raises(error), bake.expect("anything"):
             raise error
+
+def test_what_a_library_says_is_one_line():
+    with pytest.raises(SystemExit, match="^expected this, found ValueError: a b$"):
+        with bake.expect("this"):
+            raise ValueError("a\n  b\n")
 
 def test_a_held_out_kl_that_is_no_number(command, tmp_path, monkeypatch):
     def evaluate(model, head, examples, size):

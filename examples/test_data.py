@@ -77,7 +77,7 @@ BAD_ROWS = [  # why, and the row
     ("an object with .*, found 'Hi'", "Hi"),
     ("either messages or a prompt, found neither", {}),
     ("either messages or a prompt, found prompt, messages", {"prompt": "Hi", "messages": [USER]}),
-    ("one prompt, found two", {"prompt": "Hi", "question": "Ho"}),
+    ("one prompt, found two among prompt, question: .* --ignore", {"prompt": "Hi", "question": "Ho"}),
     ("one completion, found two", {"prompt": "Hi", "response": "N", "answer": "Ho"}),
     (".*found text: to leave out what is not read, --ignore text", {"text": "Hi"}),
     (".*found history,label", {"prompt": "Hi", "history": [["a", "b"]], "label": False}),

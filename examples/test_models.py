@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: MIT
 """Tests of bake.py on some 60 families of models: each is baked as the per-sample loop would, or it
-is refused. And on bases in half precision and 4-bit.
+is refused. And on bases in half precision and 4-bit, and on models of the hub.
 """
+import argparse
+import http.server
 import json
 import re
+import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from torch.testing import assert_close
@@ -15,8 +21,8 @@ from torch.testing import assert_close
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bake
 from bake import Prefix
-from test_bake import (FAMILIES, SIZE, chat_for, fill_targets, folders, loaded, loop_kl, lora,
-                       make_examples, make_model, parse, prefix_of, refused, write)
+from test_bake import (FAMILIES, SIZE, chat_for, command, fill_targets, folders, loaded, loop_kl,
+                       lora, make_examples, make_model, parse, prefix_of, refused, write)
 
 FAMILIES |= {
     "Qwen2": {},
@@ -174,3 +180,50 @@ def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch)
     code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
     write(tmp_path / "config.json", json.dumps(code))
     refused("trust_remote_code", loaded, tmp_path)  # own.py is not even looked for
+
+# ----------------------------------------------------------------------------- models on the hub
+def test_another_commit_of_a_hub_model_is_another_run(command, folders, tmp_path, monkeypatch):
+    """Told by the hub's cache, which is laid out here as after a download."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub = tmp_path / "models--someone--tiny"
+    (hub / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(folders(), hub / "snapshots" / commit)
+    line = command(tmp_path / "out", "--epochs 1 --trajectories 1")
+    line[1] = "someone/tiny"
+    write(hub / "refs" / "main", "a" * 40)
+    assert bake.main(line) == bake.main(line)
+    write(hub / "refs" / "main", "b" * 40)
+    refused(f"with model_commit '{'a' * 40}', found '{'b' * 40}'", bake.main, line)
+    write(hub / "snapshots" / ("b" * 40) / "adapter_config.json", "{}")
+    line += ["--out", str(tmp_path / "other")]
+    refused("found an adapter in --model someone/tiny: merge it first", bake.main, line)
+    line[1] = "someone/else"
+    refused("--model someone/else to be a folder, or a model on the hub", bake.main, line)
+
+def test_the_hub_is_asked_for_the_commit(folders, tmp_path, monkeypatch):
+    """A server stands in for it. Where none answers, that is said at once."""
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            known = self.path == "/api/models/someone/tiny"
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(b'{"id": "someone/tiny", "sha": "abc"}')
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    data = str(write(tmp_path / "rows.txt", "Why?"))
+    server = http.server.HTTPServer(("127.0.0.1", 0), Hub)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint",
+                        f"http://127.0.0.1:{server.server_port}")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    args = argparse.Namespace(model="someone/tiny", data=data)
+    assert bake.identity(args)["model_commit"] == "abc"
+    args.model = "someone/else"
+    refused("--model someone/else to be .*404 Not Found", bake.identity, args)
+    server.shutdown()
+    server.server_close()
+    start = time.monotonic()
+    refused("--model someone/else to be .* HF_HUB_OFFLINE=1.*, found ConnectError: [^\n]*$",
+            bake.identity, args)
+    assert time.monotonic() - start < 5
