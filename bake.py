@@ -781,10 +781,11 @@ def sample_responses(model, chat: Chat, examples: list, prefix: Prefix, out: Pat
     rows = read_lines(path) if path.exists() else []
     size = 4 * args.batch_size  # generating takes less memory than training
     write_every = math.ceil(len(asked) / (100 * size))  # batches: the file is written whole
+    left = range(len(rows), len(asked), size)
     with teacher_mode(model):
-        if len(rows) < len(asked):
+        if left:
             prefix = sampling_prefix(model, [e.teacher_prompt for e in asked], prefix)
-        for i in tqdm(range(len(rows), len(asked), size), "sampling", unit="batch"):
+        for i in tqdm(left, "sampling", unit="batch", disable=not left):
             torch.manual_seed(args.seed * 10**6 + i)  # the same samples, interrupted or not
             batch = asked[i:i + size]
             room = chat.limit - max(len(e.student_prompt) for e in batch)

@@ -32,6 +32,7 @@ VARIANTS = {  # what is changed: flags of bake.py, and three that only `train` h
     "half the rate": {"lr": 5e-4},
     "6 epochs: twice the steps": {"epochs": 6},
     "LoRA on MLPs alone": {"target_modules": "gate_proj,up_proj,down_proj"},
+    "LoRA on attention alone": {"target_modules": "q_proj,k_proj,v_proj,o_proj"},
 }
 EXTRA = {"b_factor": 1.0, "average": False, "fresh": False}
 
