@@ -121,8 +121,10 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
     head: (n, D) -> (n, V) logits, frozen, with every scale and cap that the model puts around its
     matrix; padding never reaches it. The teacher gets no gradient. chunk: rows at a time.
     Raises ValueError at other shapes, and if the head's parameters require a gradient."""
-    if student.shape != teacher.shape or mask.shape != student.shape[:2]:
-        raise ValueError(f"shapes {student.shape}, {teacher.shape} and {mask.shape} do not fit")
+    shapes = student.shape == teacher.shape and mask.shape == student.shape[:2]
+    if not shapes or mask.dtype != torch.bool:
+        raise ValueError("expected (B, R, D) states twice and a (B, R) bool mask, found "
+                         f"{student.shape}, {teacher.shape} and {mask.dtype} {mask.shape}")
     if chunk is None:
         chunk = 512 if student.is_cuda else 128
     rows = mask.flatten().nonzero().squeeze(1).to(student.device, non_blocking=True)  # (N,)
@@ -353,7 +355,6 @@ def bake(args, out: Path):
     model, head = load_model(args)
     chat = load_chat(model, args)
     examples = prepare(out, chat, args)
-    begun = (out / "args.json").stat().st_mtime
     first = examples[0]
     show(f"the teacher reads, in {first.where}:", chat.tokenizer.decode(first.teacher_prompt))
     show("the student reads:", chat.tokenizer.decode(first.student_prompt))
@@ -371,7 +372,7 @@ def bake(args, out: Path):
     log = train(model, head, trained, held_out, args, out)
     report = make_report(trained, held_out, log)
     report["samples"] = side_by_side(model, chat, held_out or trained, args)
-    check_still_ours(out, begun)
+    check_same_run(out, vars(args))
     write_results(model, chat, report, out)
 
 class Refused(SystemExit):
@@ -420,6 +421,8 @@ def read_rows(path: str) -> list:
         if line.strip():
             row = json.dumps({"prompt": line}) if path.endswith(".txt") else line
             rows.append((f"{path}:{number}", row))
+    if not rows:
+        raise Refused(f"expected rows in --data {path}, found none")
     return rows
 
 def rename(record, names: dict, known: list, ignored: list) -> dict:
@@ -532,6 +535,11 @@ class RowExample(Example):
     question: str  # the first of the user's turns
     held_out: bool = False
 
+def folded(text: str) -> str:
+    """With white space as single spaces, as some templates show it."""
+    return " ".join(text.split())
+
+ANY_TURN = {"role": "user", "content": "Some user text."}
 class Chat:
     """Tokenizer, chat template, stop tokens and limits of a model: what turns messages into ids."""
 
@@ -550,15 +558,15 @@ class Chat:
 
         ends = np.hstack([tokenizer.eos_token_id, model.generation_config.eos_token_id])
         self.stops = [int(token) for token in ends if token is not None]
-        if not self.stops:
-            raise Refused("expected a tokenizer or a generation config with a stop token")
+        if not self.stops or max(self.stops) >= self.vocab:
+            raise Refused(f"expected stop tokens below {self.vocab}, of the tokenizer or the "
+                          f"generation config, found {self.stops}")
         tokens = tokenizer.added_tokens_decoder.values()
         marks = ("<|", "<｜")
         self.control = [t.content for t in tokens if t.special or t.content.startswith(marks)]
 
         self.fold_system = False
-        probe = [{"role": "system", "content": "Some system text."},
-                 {"role": "user", "content": "Some user text."}]
+        probe = [{"role": "system", "content": "Some system text."}, ANY_TURN]
         try:
             self.render(probe)
         except Refused:
@@ -576,15 +584,15 @@ class Chat:
     def render(self, messages: list, answer: bool = True) -> str:
         """-> the template's text. Refused if it does not take the messages, or loses a text."""
         if self.fold_system and messages[0]["role"] == "system":
-            folded = messages[0]["content"] + "\n\n" + messages[1]["content"]
-            messages = [{"role": "user", "content": folded}, *messages[2:]]
+            merged = messages[0]["content"] + "\n\n" + messages[1]["content"]
+            messages = [{"role": "user", "content": merged}, *messages[2:]]
         with expect("messages (and --template-kwargs) that the chat template takes"):
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=answer, **self.template_kwargs)
 
-        shown = " ".join(text.split())  # some templates fold white space
+        shown = folded(text)
         for message in messages:
-            content = " ".join(message["content"].split())
+            content = folded(message["content"])
             if message["role"] != "assistant" and (not content or content not in shown):
                 raise Refused(f"expected text that the template shows, found {message!r:.200}")
             if any(token in content for token in self.control):
@@ -613,10 +621,10 @@ def response_text(chat: Chat, messages: list, prompt: str, response: str) -> str
     empty_block = r"^\s*<((?:think|thought|reason)\w*)>\s*</\1>\s*"
     text = re.sub(empty_block, "", whole.removeprefix(start))
     said = prompt.removeprefix(without_block) + text
-    fits = response.strip() and whole.startswith(start) and response.strip() in said
+    fits = response.strip() and whole.startswith(start) and folded(response) in folded(said)
     if block:
         closings = 0 if block[2] else 1  # the text closes what the prompt leaves open
-        fits = fits and text.count(f"</{block[1]}>") == closings
+        fits = fits and text.count(f"</{block[1]}>") == closings and f"<{block[1]}>" not in text
     if not fits:
         raise Refused("expected a response with text, and a template that shows it as the model "
                       "says it, behind the prompt: have it sampled, or turn thinking off with "
@@ -645,6 +653,17 @@ def check_ids(ids, response: str | None, chat: Chat):
         raise Refused("expected ids that are the completion's, with this model's tokenizer, found "
                       "others: to encode the text anew, --ignore ids")
 
+def check_same_end(chat: Chat, teacher_messages: list, student_messages: list):
+    """Raises Refused if the prompts go on differently behind a last turn of the user's, where the
+    response has to stand: some system prompts make a template turn thinking off."""
+    ends = []
+    for messages in (teacher_messages, student_messages):
+        text = chat.render([*messages[:-1], ANY_TURN])
+        ends.append(text.rpartition(ANY_TURN["content"])[2])
+    if ends[0] != ends[1]:
+        raise Refused(f"expected both prompts to end alike, found {ends[0]!r} and {ends[1]!r}: set "
+                      "with --template-kwargs what the prompt sets")
+
 def build_example(where: str, messages: list, response, ids, chat: Chat, args) -> RowExample:
     """One (messages, response), with its ids if the row has them -> the ids of both sides."""
     own_prompt = messages[0]["role"] == "system"
@@ -661,6 +680,7 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
     teacher_text = chat.render(messages)
     teacher_prompt = chat.encode(teacher_text)
     student_prompt = chat.encode(chat.render(student_messages))
+    check_same_end(chat, messages, student_messages)
 
     if ids is not None:
         check_ids(ids, response, chat)
@@ -863,8 +883,9 @@ def load_model(args) -> tuple:
         named = [name.strip() for name in args.target_modules.split(",")]
     torch.manual_seed(args.seed)  # of the LoRA matrices
     excluded = no_place_for_lora(base)
-    if excluded:
-        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in excluded}
+    experts = [name for name, p in base.named_parameters() if "experts" in name and p.dim() == 3]
+    if excluded + experts:
+        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in excluded + experts}
         print(f"without LoRA: {', '.join(sorted(kinds))}")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
                              target_modules=named or args.target_modules,
@@ -982,6 +1003,7 @@ def train(model, head, trained: list, held_out: list, args, out: Path) -> list[d
             bar.set_postfix(log[-1])
 
         log[-1] |= held_out_scores(model, head, held_out, args)
+        check_same_run(out, vars(args))
         save_checkpoint(out, params, optimizer, log)
     return log
 
@@ -1071,8 +1093,7 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 def show(title: str, text: str):
-    print(f"--- {title}")
-    print(escaped(text))
+    print(escaped(f"--- {title}\n{text}"))
 
 # -------------------------------------------------------------------------- files: whole, or absent
 def write_whole(path: Path, data: str | bytes):
@@ -1127,21 +1148,25 @@ def identity(args) -> dict:
     return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files,
                          "model_commit": commit}
 
+MAY_CHANGE = {"out", "micro_batch_size", "gradient_checkpointing"}  # for one, to save memory
+def check_same_run(out: Path, new: dict):
+    """Raises Refused if the run in OUT is another one, or is gone."""
+    with expect(f"{out}/args.json as this run wrote it (if it is damaged, delete the folder)"):
+        old = json.loads((out / "args.json").read_text())
+    for name in new.keys() - MAY_CHANGE:
+        if old.get(name) != new[name]:
+            raise Refused(f"expected the run that --out {out} holds, with {name} "
+                          f"{old.get(name)!r:.200}, found {new[name]!r:.200}")
+
 @contextlib.contextmanager
 def claim(out: Path, args):
     """Holds OUT for this run. Raises Refused if it is another's, or at work."""
     with expect(f"--out {out} to be a folder"):
         out.mkdir(parents=True, exist_ok=True)
-    may_change = {"out", "micro_batch_size", "gradient_checkpointing"}  # for one, to save memory
     new = identity(args)
 
     if (out / "args.json").exists():
-        with expect(f"{out}/args.json as it was written: delete the folder"):
-            old = json.loads((out / "args.json").read_text())
-        for name in new.keys() - may_change:
-            if old.get(name) != new[name]:
-                raise Refused(f"expected the run that --out {out} holds, with {name} "
-                              f"{old.get(name)!r:.200}, found {new[name]!r:.200}")
+        check_same_run(out, new)
     elif set(os.listdir(out)) - {".lock", "args.json.part"}:
         raise Refused(f"expected a new folder as --out {out}, found files of something else")
 
@@ -1154,13 +1179,6 @@ def claim(out: Path, args):
         lock.release()
         if not (out / "args.json").exists():
             (out / ".lock").unlink(missing_ok=True)  # a run that was refused leaves no file
-
-def check_still_ours(out: Path, begun: float):
-    """Raises Refused if OUT was removed, or replaced by another run's, since this one began."""
-    path = out / "args.json"
-    if not path.exists() or path.stat().st_mtime != begun:
-        raise Refused(f"expected --out {out} as this run left it, found it removed or replaced: "
-                      "nothing is written there")
 
 # ------------------------------------------------------------------------------------- command line
 FLAGS = {  # name: (default, meaning); what has no default is required

@@ -149,6 +149,13 @@ def fill_targets(model, examples, folder, prefix=None, batch_size=8):
     bake.teacher_targets(model, examples, prefix, Path(folder) / "targets", batch_size)
     return torch.cat([e.target for e in examples])
 
+def trained(model, head, examples, args, out):
+    """bake.train in a folder of its run -> its log."""
+    write(out / "args.json", json.dumps(vars(args)))
+    for e in examples:
+        e.where = "row"
+    return bake.train(model, head, examples, [], args, out)
+
 def loop_log_probs(model, prompt, response):
     ids = torch.tensor([prompt + response], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, -len(response) - 1:-1]
@@ -229,8 +236,9 @@ def test_the_loss_pasted_elsewhere():
     trained = torch.nn.Linear(8, 23, device=DEVICE)
     with pytest.raises(ValueError, match="freeze its parameters"):
         bake.batched_kl(student, teacher, mask, trained)
-    for shapes in ((student, teacher[:, :-1], mask), (student, teacher, mask.T)):
-        refused("do not fit", bake.batched_kl, *shapes, head, error=ValueError)
+    for given in ((student, teacher[:, :-1], mask), (student, teacher, mask.T),
+                  (student, teacher, mask.float())):
+        refused("expected .* bool mask, found", bake.batched_kl, *given, head, error=ValueError)
 
 def test_the_loss_under_autocast():
     """The head computes in bf16 there; the KL stays in fp32, its gradient in the states' type."""
@@ -358,12 +366,10 @@ def test_law_6_an_empty_difference_is_nothing(folders, family, flags, tmp_path):
     fill_targets(model, examples, tmp_path, Prefix())
     assert model.training  # the mode was restored
     model.eval()
-    for e in examples:
-        e.where = "row"
     kl = bake.batch_kl(model, head, examples)
     grads = torch.autograd.grad(kl.sum(), lora(model))
     assert (kl == 0).all() and all((grad == 0).all() for grad in grads)
-    log = bake.train(model, head, examples, [], args, tmp_path)
+    log = trained(model, head, examples, args, tmp_path)
     assert all(entry["kl"] < 1e-7 for entry in log[1:]) and len(log) == 4
 
 def test_targets_of_other_examples_are_refused(model64, tmp_path):
@@ -510,9 +516,8 @@ def test_sampled_ids_are_cut_after_the_stop_and_never_given_one(folders, tmp_pat
 
     s.model.generate = generate
     out = s.run([{"prompt": "a"}, {"prompt": "bb"}, {"prompt": "ccc"}], tmp_path)
-    assert sorted((e.where, e.response) for e in out) == [("f:1", [5, 6, 256]),
-                                                          ("f:2", [256]),
-                                                          ("f:3", [1, 2, 3, 4, 5, 6])]
+    expected = [("f:1", [5, 6, 256]), ("f:2", [256]), ("f:3", [1, 2, 3, 4, 5, 6])]
+    assert sorted((e.where, e.response) for e in out) == expected
 
 def test_a_model_that_reads_padding_is_not_sampled(folders, tmp_path):
     rows = [{"prompt": "Hi"}, {"prompt": "How is that?"}]
@@ -773,7 +778,7 @@ def test_damaged_files_are_named_and_made_again(command, run, tmp_path, monkeypa
     write(tmp_path / "report.json", "{")
     refused("report.json as it was written: delete it", bake.main, command(tmp_path))
     write(tmp_path / "args.json", "")
-    refused("args.json as it was written: delete the folder", bake.main, command(tmp_path))
+    refused("args.json as this run wrote it .*delete the", bake.main, command(tmp_path))
 
 def test_an_adapter_finds_its_base_from_anywhere(folders, monkeypatch):
     folder = Path(folders())
@@ -796,8 +801,8 @@ def test_an_adapter_that_loads_otherwise_is_refused(folders, tmp_path, monkeypat
     assert not (tmp_path / "report.json").exists()
 
 def test_what_is_shown_cannot_steer_a_terminal(capsys):
-    bake.show("é", "a\n\tb\x1b[2J\x9b\u202ec é")
-    assert capsys.readouterr().out == "--- é\na\n\tb\\x1b[2J\\x9b\\u202ec é\n"
+    bake.show("é\x1b", "a\n\tb\x1b[2J\x9b\u202ec é")
+    assert capsys.readouterr().out == "--- é\\x1b\na\n\tb\\x1b[2J\\x9b\\u202ec é\n"
 
 def test_another_model_under_the_same_name_is_another_run(command, tmp_path):
     line = command(tmp_path / "model" / "out", "--epochs 1 --trajectories 1")
@@ -822,21 +827,26 @@ def test_what_stops_the_program_is_one_line(command, tmp_path, monkeypatch, erro
     monkeypatch.setattr(sys, "argv", ["bake.py", *command(tmp_path, "--trajectories 1")])
     refused(said, functools.partial(runpy.run_path, bake.__file__, run_name="__main__"))
 
-@pytest.mark.parametrize("meanwhile", ["removed", "replaced"])
-def test_a_folder_lost_under_a_run(command, tmp_path, monkeypatch, meanwhile):
-    """After the last checkpoint: neither adapter nor report is written where the run was not."""
-    side_by_side = bake.side_by_side
+@pytest.mark.parametrize("meanwhile", ["removed", "another's"])
+@pytest.mark.parametrize("phase", ["held_out_scores", "side_by_side"])
+def test_a_folder_lost_under_a_run(command, tmp_path, monkeypatch, phase, meanwhile):
+    """Neither checkpoint nor adapter is written where the run was not."""
+    plain = getattr(bake, phase)
 
-    def last(*arguments):
-        if meanwhile == "replaced":
-            write(tmp_path / "args.json", (tmp_path / "args.json").read_text())
-        else:
+    def lose(*arguments):
+        (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
+        if meanwhile == "removed":
             shutil.rmtree(tmp_path)
-        return side_by_side(*arguments)
+            tmp_path.mkdir()
+        else:
+            write(tmp_path / "args.json", (tmp_path / "args.json").read_text().replace("0.01", "1"))
+        monkeypatch.undo()
+        return plain(*arguments)
 
-    monkeypatch.setattr(bake, "side_by_side", last)
-    refused("found it removed or replaced", bake.main, command(tmp_path, "--trajectories 1"))
-    assert not (tmp_path / "adapter_model.safetensors").exists()
+    monkeypatch.setattr(bake, phase, lose)
+    said = {"removed": "args.json .* No such file", "another's": "with lr 1, found 0.01"}
+    refused(said[meanwhile], bake.main, command(tmp_path, "--trajectories 1"))
+    assert not {"checkpoint.pt", "adapter_model.safetensors"} & set(os.listdir(tmp_path))
 
 def test_the_adapter_is_on_the_disk_before_its_report(folders, tmp_path, monkeypatch):
     model, _, _ = loaded(folders())

@@ -77,7 +77,8 @@ BAD_ROWS = [  # why, and the row
     ("an object with .*, found 'Hi'", "Hi"),
     ("either messages or a prompt, found neither", {}),
     ("either messages or a prompt, found prompt, messages", {"prompt": "Hi", "messages": [USER]}),
-    ("one prompt, found two among prompt, question: .* --ignore", {"prompt": "Hi", "question": "Ho"}),
+    ("one prompt, found two among prompt, question: .* --ignore",
+     {"prompt": "Hi", "question": "Ho"}),
     ("one completion, found two", {"prompt": "Hi", "response": "N", "answer": "Ho"}),
     (".*found text: to leave out what is not read, --ignore text", {"text": "Hi"}),
     (".*found history,label", {"prompt": "Hi", "history": [["a", "b"]], "label": False}),
@@ -134,6 +135,7 @@ def test_files(tmp_path):
             ("c.json", "[]", "c.json to be .*another kind of file: README has")]:
         refused(reason, read, name, text)
     refused("No such file", bake.read_rows, str(tmp_path / "missing.jsonl"))
+    refused("expected rows in .*e.txt, found none", read, "e.txt", " \n")
 
 # ------------------------------------------------------------------- prompts, templates, responses
 HI = "<|user|>Hi<|end|><|assistant|>"
@@ -214,6 +216,7 @@ def test_laws_1_and_2_chat_templates(folders, name):
     ("opens both", "Ho", None),
     ("opens both", "H</think>Ho", "H</think>Ho<|end|>"),
     ("closed", "<think>H</think>Ho", None),  # a second block
+    ("closed", "<think>Ho", None),
     ("other start", "Ho", None),  # how an answer begins is not to be seen
 ])
 def test_thoughts_in_given_responses(folders, name, response, expected):
@@ -278,7 +281,6 @@ def test_bad_rows_are_counted(folders, capsys, tmp_path):
     assert kept.where == f"{data}:4"
     assert f"--- left out:\n{first.format(4)}" in capsys.readouterr().out
     refused(first.format(3), bake.build_examples, rows[:3], chat, args)
-    refused("0 of 0 rows", bake.build_examples, [], chat, args)
 
 def test_law_1_sampled_ids_are_kept(folders):
     """They may hold control tokens, as a model may say them, and end without a stop token."""
@@ -325,6 +327,22 @@ def test_responses_are_encoded_as_the_model_would_emit_them(prompt, response, ex
     chat = Merging(prompt + response)
     assert bake.encode_response(chat, [], prompt, response) == expected
 
+def test_prompts_that_end_otherwise_are_refused(folders):
+    """As where the system prompt turns thinking off: the student would answer in its thoughts."""
+    template = PLAIN.replace("<|assistant|>", "<|assistant|><think>").replace(
+        "{% endif %}", "{{ '</think>' if '/no' in messages[0].content }}{% endif %}")
+    chat = chat_for(folders(), template)
+    for row in ({"prompt": "Hi"}, {"prompt": "think", "completion": "Ho"}):
+        refused("f:1: .*prompts to end alike, found .*think>' and .*<think>'.*--template-kw",
+                built, [row], chat, "--prompt", "P /no")
+    assert built([{"prompt": "Hi"}], chat, "--prompt", "P")
+
+def test_templates_that_fold_white_space(folders):
+    template = PLAIN.replace("m.content | trim", "m.content.split() | join(' ')")
+    chat = chat_for(folders(), template)
+    e, = built([{"prompt": "a\n\nb", "completion": "c\n\nd"}], chat, "--prompt", "P")
+    assert chat.tokenizer.decode(e.response) == "c d<|end|>"
+
 def test_short_questions_end_alike_behind_short_marks(folders):
     """What both sides end in is what follows the question, however short the two are."""
     template = "{% for m in messages %}[{{ m.role[0] }}] {{ m.content }}{% endfor %}/"
@@ -344,7 +362,9 @@ def test_tokenizers_that_lack_something_are_refused(folders):
     refused("chat_template is not set", bake.Chat, tokenizer, base, {})
     tokenizer.eos_token = None
     base.generation_config.eos_token_id = None
-    refused("with a stop token", bake.Chat, tokenizer, base, {})
+    refused("stop tokens below 272, .* found \\[\\]", bake.Chat, tokenizer, base, {})
+    base.generation_config.eos_token_id = [256, 272]
+    refused("stop tokens below 272, .* found \\[256, 272\\]", bake.Chat, tokenizer, base, {})
 
 def test_the_split_is_by_question():
     """All responses to a question are on one side, whatever the order; one question is trained."""

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bake
 from bake import Prefix
 from test_bake import (FAMILIES, SIZE, chat_for, command, fill_targets, folders, loaded, loop_kl,
-                       lora, make_examples, make_model, parse, prefix_of, refused, write)
+                       lora, make_examples, make_model, parse, prefix_of, refused, trained, write)
 
 FAMILIES |= {
     "Qwen2": {},
@@ -102,9 +102,7 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
             assert usable.length == (prefix.length if behind else 0)
             assert bake.generate(model, chat, prompts, usable, 8, 0) == alone
     before = all_bits(model)
-    for e in examples:
-        e.where = "row"
-    bake.train(model, head, examples, [], args, tmp_path)
+    trained(model, head, examples, args, tmp_path)
     after = all_bits(model)
     changed = {name for name in before if before[name] != after[name]}
     params = dict(model.named_parameters())
@@ -113,9 +111,10 @@ def test_laws_7_and_8_families(folders, family, tmp_path, capsys):
     assert changed == {name for name, param in params.items() if id(param) in used}
 
 def test_lora_keeps_off_what_it_cannot_stand_on(folders, capsys):
-    """A vision tower, which no text passes, and a router; what is left out is said, once a kind."""
+    """A vision tower, which no text passes, a router, experts in 3-D: each kind is said once."""
     for family, places in {"Gemma3": ["model.vision_tower.encoder.layers.*.mlp.fc1"],
-                           "Llama4Text": ["model.layers.*.feed_forward.router"]}.items():
+                           "Llama4Text": ["model.layers.*.feed_forward.router"],
+                           "Qwen3Moe": ["model.layers.*.mlp.experts.down_proj"]}.items():
         model, _, _ = loaded(folders(family))
         said = re.search("without LoRA: (.*)", capsys.readouterr().out)[1].split(", ")
         assert set(places) <= set(said) and len(said) == len(set(said))
@@ -146,8 +145,6 @@ def test_4_bit_bases(tmp_path):
     assert model.model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     examples = make_examples([(3, 4, 2), (1, 9, 7)])
     fill_targets(model, examples, tmp_path)
-    for e in examples:
-        e.where = "row"
     kl = bake.batch_kl(model, head, examples)
     assert_close(kl, loop_kl(model, examples), atol=0.02, rtol=0.05)
     gradients = []
@@ -160,7 +157,7 @@ def test_4_bit_bases(tmp_path):
     # Like that of the full weights, as far as the quantised ones are like them.
     assert torch.cosine_similarity(*gradients, dim=0) > 0.8
     fill_targets(model, examples, tmp_path)
-    log = bake.train(model, head, examples, [], args, tmp_path)
+    log = trained(model, head, examples, args, tmp_path)
     assert log[-1]["kl"] < 0.9 * log[1]["kl"]
 
 def test_models_that_cannot_be_baked_are_refused(folders, tmp_path, monkeypatch):
