@@ -606,25 +606,29 @@ def load_chat(model, args) -> Chat:
             args.model, trust_remote_code=args.trust_remote_code)
     return Chat(tokenizer, model, args.template_kwargs)
 
+# A block of thoughts, open or empty: <think>, <think></think>, Seed's <seed:think>, Gemma's channel.
+THOUGHTS = r"(<[\w:]*(?:think|thought|reason)\w*>|<\|channel>thought)\s*(</[\w:]+>|<channel\|>)?\s*"
 def response_text(chat: Chat, messages: list, prompt: str, response: str) -> str:
     """A given response -> the text that the model would say after `prompt`, as the template has it.
 
     What stands between the two is part of it: a space, a channel, the end of a think block that
     the prompt opens. A whole, empty block is not, as the model would not emit it."""
     whole = chat.render([*messages, {"role": "assistant", "content": response}], answer=False)
-    block = re.search(r"<((?:think|thought|reason)\w*)>\s*(</\1>)?\s*$", prompt)
+    block = re.search(THOUGHTS + "$", prompt)
     without_block = prompt[:block.start()] if block else prompt
     start = prompt
-    if block and block[2] and not whole.startswith(prompt):
-        start = without_block  # some templates leave a closed one out of turns that are past
+    if block and not whole.startswith(prompt):
+        start = without_block  # some templates leave it out of turns that are past
 
-    empty_block = r"^\s*<((?:think|thought|reason)\w*)>\s*</\1>\s*"
-    text = re.sub(empty_block, "", whole.removeprefix(start))
+    text = whole.removeprefix(start)
+    shown = re.match(r"\s*" + THOUGHTS, text)
+    if shown and shown[2]:
+        text = text[shown.end():]
     said = prompt.removeprefix(without_block) + text
     fits = response.strip() and whole.startswith(start) and folded(response) in folded(said)
     if block:
         closings = 0 if block[2] else 1  # the text closes what the prompt leaves open
-        fits = fits and text.count(f"</{block[1]}>") == closings and f"<{block[1]}>" not in text
+        fits = fits and text.count(f"</{block[1][1:]}") == closings and block[1] not in text
     if not fits:
         raise Refused("expected a response with text, and a template that shows it as the model "
                       "says it, behind the prompt: have it sampled, or turn thinking off with "

@@ -180,6 +180,9 @@ TEMPLATES = {
     "channels": Case(leading("<|pad|>"), lead="<|pad|>"),
     "closed": Case(template_of(TURN, "<|assistant|><think></think>"),
                    ARR + HI + "<think></think>", HI + "<think></think>"),
+    "channel": Case(template_of(TURN, "<|assistant|><|channel>thought\\n<channel|>"),
+                    ARR + HI + "<|channel>thought\n<channel|>",
+                    HI + "<|channel>thought\n<channel|>"),
     "opened": Case(leading("<think>\\n\\n</think>\\n\\n", "<|assistant|><think>\\n"),
                    ARR + HI + "<think>\n",
                    HI + "<think>\n", lead="\n</think>\n\n"),
@@ -213,6 +216,9 @@ def test_laws_1_and_2_chat_templates(folders, name):
     ("starts", "Ho", "Ho<|end|>"),
     ("plain", "<think>H</think>Ho", "<think>H</think>Ho<|end|>"),
     ("opens alone", "Ho", None),  # it would land inside the thoughts
+    ("opens alone", "H</think>Ho", "H</think>Ho<|end|>"),
+    ("plain", "H<think></think>Ho", "H<think></think>Ho<|end|>"),
+    ("opens seed's", "Ho", None),
     ("opens both", "Ho", None),
     ("opens both", "H</think>Ho", "H</think>Ho<|end|>"),
     ("closed", "<think>H</think>Ho", None),  # a second block
@@ -222,6 +228,7 @@ def test_laws_1_and_2_chat_templates(folders, name):
 def test_thoughts_in_given_responses(folders, name, response, expected):
     """A response stands where the model would say it, or it is refused with the way out."""
     templates = {"opens alone": template_of(TURN, "<|assistant|><think>"),
+                 "opens seed's": leading("<seed:think>", "<|assistant|><seed:think>"),
                  "opens and shows": template_of(TURN, "<|assistant|><think>\\n"),
                  "starts": leading("<AI>", "<|assistant|><AI>"),
                  "opens both": leading("<think>", "<|assistant|><think>"),
