@@ -120,7 +120,7 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
     The states are those after the model's final norm, at the positions that predict the response.
     head: (n, D) -> (n, V) logits, frozen, with every scale and cap that the model puts around its
     matrix; padding never reaches it. The teacher gets no gradient. chunk: rows at a time.
-    Raises ValueError at other shapes, and if the head's parameters require a gradient."""
+    Raises ValueError at other shapes or masks, and if the head's parameters require a gradient."""
     shapes = student.shape == teacher.shape and mask.shape == student.shape[:2]
     if not shapes or mask.dtype != torch.bool:
         raise ValueError("expected (B, R, D) states twice and a (B, R) bool mask, found "
@@ -241,13 +241,13 @@ def response_states(model, prompts: list, responses: list, prefix: Prefix) -> li
     return states
 
 # ---------------------------------------------- the targets: what the teacher says, once for all
-def sorted_by_length(examples: list, prompt: str) -> list:
-    """By the length of prompt and response. prompt: the name of the side's attribute."""
-    return sorted(examples, key=lambda e: len(getattr(e, prompt)) + len(e.response))
+def sorted_by_length(examples: list, side: str) -> list:
+    """By the length of prompt and response. side: "teacher_prompt" or "student_prompt"."""
+    return sorted(examples, key=lambda e: len(getattr(e, side)) + len(e.response))
 
-def by_length(examples: list, size: int, prompt: str = "student_prompt") -> list[list]:
+def by_length(examples: list, size: int, side: str = "student_prompt") -> list[list]:
     """Batches of examples of similar length, so that little is padded."""
-    ordered = sorted_by_length(examples, prompt)
+    ordered = sorted_by_length(examples, side)
     return [ordered[i:i + size] for i in range(0, len(ordered), size)]
 
 def teacher_targets(model, examples: list[Example], prefix: Prefix, path: Path, batch_size: int,
@@ -320,7 +320,7 @@ def batch_kl(model, head, examples: list[Example], temperature: float = 1.0) -> 
 
 def train_step(model, head, batch: list[Example], params: list, micro_batch_size: int,
                temperature: float = 1.0) -> torch.Tensor:
-    """Adds the mean KL's gradient to params' .grad, clips it to 1 -> (2,): KL, norm before."""
+    """Adds the mean KL's gradient to params' .grad, clips all of it to 1 -> (2,): KL, norm before."""
     total = 0.0
     for part in by_length(batch, micro_batch_size):
         loss = batch_kl(model, head, part, temperature).sum() / len(batch)
@@ -372,7 +372,6 @@ def bake(args, out: Path):
     log = train(model, head, trained, held_out, args, out)
     report = make_report(trained, held_out, log)
     report["samples"] = side_by_side(model, chat, held_out or trained, args)
-    check_same_run(out, vars(args))
     write_results(model, chat, report, out)
 
 class Refused(SystemExit):
@@ -535,7 +534,7 @@ class RowExample(Example):
     question: str  # the first of the user's turns
     held_out: bool = False
 
-def folded(text: str) -> str:
+def single_spaced(text: str) -> str:
     """With white space as single spaces, as some templates show it."""
     return " ".join(text.split())
 
@@ -590,9 +589,9 @@ class Chat:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=answer, **self.template_kwargs)
 
-        shown = folded(text)
+        shown = single_spaced(text)
         for message in messages:
-            content = folded(message["content"])
+            content = single_spaced(message["content"])
             if message["role"] != "assistant" and (not content or content not in shown):
                 raise Refused(f"expected text that the template shows, found {message!r:.200}")
             if any(token in content for token in self.control):
@@ -606,13 +605,13 @@ def load_chat(model, args) -> Chat:
             args.model, trust_remote_code=args.trust_remote_code)
     return Chat(tokenizer, model, args.template_kwargs)
 
-# A block of thoughts, open or empty: <think>, <think></think>, Seed's <seed:think>, Gemma's channel.
+# A block of thoughts, open or empty: <think>, <think></think>, <seed:think>, Gemma's channel.
 THOUGHTS = r"(<[\w:]*(?:think|thought|reason)\w*>|<\|channel>thought)\s*(</[\w:]+>|<channel\|>)?\s*"
 def response_text(chat: Chat, messages: list, prompt: str, response: str) -> str:
     """A given response -> the text that the model would say after `prompt`, as the template has it.
 
     What stands between the two is part of it: a space, a channel, the end of a think block that
-    the prompt opens. A whole, empty block is not, as the model would not emit it."""
+    the prompt opens. A whole, empty block is not: the template adds it, the model does not."""
     whole = chat.render([*messages, {"role": "assistant", "content": response}], answer=False)
     block = re.search(THOUGHTS + "$", prompt)
     without_block = prompt[:block.start()] if block else prompt
@@ -624,12 +623,13 @@ def response_text(chat: Chat, messages: list, prompt: str, response: str) -> str
     shown = re.match(r"\s*" + THOUGHTS, text)
     if shown and shown[2]:
         text = text[shown.end():]
-    said = prompt.removeprefix(without_block) + text
-    fits = response.strip() and whole.startswith(start) and folded(response) in folded(said)
+    said = prompt.removeprefix(without_block) + text  # responses may bring the block that is open
+    fits = whole.startswith(start) and single_spaced(response) in single_spaced(said)
     if block:
         closings = 0 if block[2] else 1  # the text closes what the prompt leaves open
-        fits = fits and text.count(f"</{block[1][1:]}") == closings and block[1] not in text
-    if not fits:
+        fits = fits and text.count(f"</{block[1][1:]}") == closings
+        fits = fits and not text.lstrip().startswith(block[1])
+    if not fits or not response.strip():
         raise Refused("expected a response with text, and a template that shows it as the model "
                       "says it, behind the prompt: have it sampled, or turn thinking off with "
                       "--template-kwargs")
@@ -888,9 +888,6 @@ def load_model(args) -> tuple:
     torch.manual_seed(args.seed)  # of the LoRA matrices
     excluded = no_place_for_lora(base)
     experts = [name for name, p in base.named_parameters() if "experts" in name and p.dim() == 3]
-    if excluded + experts:
-        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in excluded + experts}
-        print(f"without LoRA: {', '.join(sorted(kinds))}")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.rank, lora_alpha=args.alpha,
                              target_modules=named or args.target_modules,
                              exclude_modules=excluded)
@@ -900,6 +897,11 @@ def load_model(args) -> tuple:
             if not any(f".{t}".endswith(f".{name}") for t in model.targeted_module_names):
                 raise ValueError(f"no {name}")
 
+    # Of experts that are one 3-D parameter, PEFT knows some families.
+    without = excluded + [name for name in experts if name not in model.targeted_parameter_names]
+    if without:
+        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in without}
+        print(f"without LoRA: {', '.join(sorted(kinds))}")
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
         if isinstance(module, peft.tuners.lora.LoraLayer):
             raise Refused("expected --target-modules without the embeddings and the head")
@@ -956,6 +958,7 @@ def make_targets(model, examples: list, prefix: Prefix, path: Path, args):
         with as_written(path):
             read_targets(model, examples, path)
     else:
+        check_held(path.parent)
         teacher_targets(model, examples, prefix, path, args.micro_batch_size, tqdm)
 
 def held_out_scores(model, head, held_out: list, args) -> dict:
@@ -1007,7 +1010,6 @@ def train(model, head, trained: list, held_out: list, args, out: Path) -> list[d
             bar.set_postfix(log[-1])
 
         log[-1] |= held_out_scores(model, head, held_out, args)
-        check_same_run(out, vars(args))
         save_checkpoint(out, params, optimizer, log)
     return log
 
@@ -1078,6 +1080,7 @@ def make_report(trained: list, held_out: list, log: list) -> dict:
 
 def write_results(model, chat: Chat, report: dict, out: Path):
     """The adapter, loaded back to see that it is what was trained, and its report last."""
+    check_held(out)
     with expect(f"to save the adapter in {out}, and to load it again"):
         model.save_pretrained(out)
         chat.tokenizer.save_pretrained(out)
@@ -1102,6 +1105,7 @@ def show(title: str, text: str):
 # -------------------------------------------------------------------------- files: whole, or absent
 def write_whole(path: Path, data: str | bytes):
     """Whoever finds `path` finds all of it."""
+    check_held(path.parent)
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as file:
         file.write(data if isinstance(data, bytes) else data.encode())
@@ -1152,34 +1156,40 @@ def identity(args) -> dict:
     return vars(args) | {"data_sha256": hashlib.sha256(data).hexdigest(), "model_files": files,
                          "model_commit": commit}
 
-MAY_CHANGE = {"out", "micro_batch_size", "gradient_checkpointing"}  # for one, to save memory
-def check_same_run(out: Path, new: dict):
-    """Raises Refused if the run in OUT is another one, or is gone."""
-    with expect(f"{out}/args.json as this run wrote it (if it is damaged, delete the folder)"):
-        old = json.loads((out / "args.json").read_text())
-    for name in new.keys() - MAY_CHANGE:
-        if old.get(name) != new[name]:
-            raise Refused(f"expected the run that --out {out} holds, with {name} "
-                          f"{old.get(name)!r:.200}, found {new[name]!r:.200}")
+HELD = {}  # folders that this process has claimed: the inode of the .lock in each
+def check_held(out: Path):
+    """Raises Refused if OUT was removed, or made anew by another run, since it was claimed."""
+    lock = out / ".lock"
+    if out in HELD and not (lock.exists() and lock.stat().st_ino == HELD[out]):
+        raise Refused(f"expected --out {out} as this run left it, found it removed or made anew: "
+                      "nothing more is written there")
 
 @contextlib.contextmanager
 def claim(out: Path, args):
     """Holds OUT for this run. Raises Refused if it is another's, or at work."""
     with expect(f"--out {out} to be a folder"):
         out.mkdir(parents=True, exist_ok=True)
+    may_change = {"out", "micro_batch_size", "gradient_checkpointing"}  # they train the same
     new = identity(args)
 
     if (out / "args.json").exists():
-        check_same_run(out, new)
+        with expect(f"{out}/args.json as it was written: delete the folder"):
+            old = dict(json.loads((out / "args.json").read_text()))
+        for name in new.keys() - may_change:
+            if old.get(name) != new[name]:
+                raise Refused(f"expected the run that --out {out} holds, with {name} "
+                              f"{old.get(name)!r:.200}, found {new[name]!r:.200}")
     elif set(os.listdir(out)) - {".lock", "args.json.part"}:
         raise Refused(f"expected a new folder as --out {out}, found files of something else")
 
     lock = filelock.FileLock(out / ".lock")
     with expect(f"no other run to be at work in --out {out}"):
         lock.acquire(blocking=False)
+    HELD[out] = (out / ".lock").stat().st_ino
     try:
         yield
     finally:
+        del HELD[out]
         lock.release()
         if not (out / "args.json").exists():
             (out / ".lock").unlink(missing_ok=True)  # a run that was refused leaves no file

@@ -150,8 +150,7 @@ def fill_targets(model, examples, folder, prefix=None, batch_size=8):
     return torch.cat([e.target for e in examples])
 
 def trained(model, head, examples, args, out):
-    """bake.train in a folder of its run -> its log."""
-    write(out / "args.json", json.dumps(vars(args)))
+    """bake.train without held-out examples -> its log."""
     for e in examples:
         e.where = "row"
     return bake.train(model, head, examples, [], args, out)
@@ -777,8 +776,8 @@ def test_damaged_files_are_named_and_made_again(command, run, tmp_path, monkeypa
     bake.main(command(tmp_path))
     write(tmp_path / "report.json", "{")
     refused("report.json as it was written: delete it", bake.main, command(tmp_path))
-    write(tmp_path / "args.json", "")
-    refused("args.json as this run wrote it .*delete the", bake.main, command(tmp_path))
+    write(tmp_path / "args.json", "null")
+    refused("args.json as it was written: delete the folder", bake.main, command(tmp_path))
 
 def test_an_adapter_finds_its_base_from_anywhere(folders, monkeypatch):
     folder = Path(folders())
@@ -827,26 +826,25 @@ def test_what_stops_the_program_is_one_line(command, tmp_path, monkeypatch, erro
     monkeypatch.setattr(sys, "argv", ["bake.py", *command(tmp_path, "--trajectories 1")])
     refused(said, functools.partial(runpy.run_path, bake.__file__, run_name="__main__"))
 
-@pytest.mark.parametrize("meanwhile", ["removed", "another's"])
-@pytest.mark.parametrize("phase", ["held_out_scores", "side_by_side"])
-def test_a_folder_lost_under_a_run(command, tmp_path, monkeypatch, phase, meanwhile):
-    """Neither checkpoint nor adapter is written where the run was not."""
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("phase", ["generate", "make_targets", "held_out_scores", "side_by_side"])
+def test_a_folder_lost_under_a_run(command, tmp_path, monkeypatch, phase, anew):
+    """Nothing more is written where it was, in no phase, though the same command began anew."""
     plain = getattr(bake, phase)
 
     def lose(*arguments):
-        (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
-        if meanwhile == "removed":
-            shutil.rmtree(tmp_path)
-            tmp_path.mkdir()
-        else:
-            write(tmp_path / "args.json", (tmp_path / "args.json").read_text().replace("0.01", "1"))
         monkeypatch.undo()
+        args = (tmp_path / "args.json").read_text()
+        shutil.rmtree(tmp_path)
+        if anew:
+            tmp_path.mkdir()
+            write(tmp_path / "args.json", args)
+            write(tmp_path / ".lock", "")
         return plain(*arguments)
 
     monkeypatch.setattr(bake, phase, lose)
-    said = {"removed": "args.json .* No such file", "another's": "with lr 1, found 0.01"}
-    refused(said[meanwhile], bake.main, command(tmp_path, "--trajectories 1"))
-    assert not {"checkpoint.pt", "adapter_model.safetensors"} & set(os.listdir(tmp_path))
+    refused("found it removed or made anew", bake.main, command(tmp_path, "--trajectories 1"))
+    assert not tmp_path.exists() or set(os.listdir(tmp_path)) == {"args.json", ".lock"}
 
 def test_the_adapter_is_on_the_disk_before_its_report(folders, tmp_path, monkeypatch):
     model, _, _ = loaded(folders())

@@ -216,6 +216,7 @@ def test_laws_1_and_2_chat_templates(folders, name):
     ("starts", "Ho", "Ho<|end|>"),
     ("plain", "<think>H</think>Ho", "<think>H</think>Ho<|end|>"),
     ("opens alone", "Ho", None),  # it would land inside the thoughts
+    ("closed", "Use the <think> tag.", "Use the <think> tag.<|end|>"),
     ("opens alone", "H</think>Ho", "H</think>Ho<|end|>"),
     ("plain", "H<think></think>Ho", "H<think></think>Ho<|end|>"),
     ("opens seed's", "Ho", None),
