@@ -320,7 +320,7 @@ def batch_kl(model, head, examples: list[Example], temperature: float = 1.0) -> 
 
 def train_step(model, head, batch: list[Example], params: list, micro_batch_size: int,
                temperature: float = 1.0) -> torch.Tensor:
-    """Adds the mean KL's gradient to params' .grad, clips all of it to 1 -> (2,): KL, norm before."""
+    """Adds the mean KL's gradient to params' .grad, clips the sum to 1 -> (2,): KL, norm before."""
     total = 0.0
     for part in by_length(batch, micro_batch_size):
         loss = batch_kl(model, head, part, temperature).sum() / len(batch)
