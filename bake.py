@@ -121,8 +121,8 @@ def batched_kl(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor,
     head: (n, D) -> (n, V) logits, frozen, with every scale and cap that the model puts around its
     matrix; padding never reaches it. The teacher gets no gradient. chunk: rows at a time.
     Raises ValueError at other shapes or masks, and if the head's parameters require a gradient."""
-    shapes = student.shape == teacher.shape and mask.shape == student.shape[:2]
-    if not shapes or mask.dtype != torch.bool:
+    fits = student.shape == teacher.shape and mask.shape == student.shape[:2]
+    if not fits or mask.dtype != torch.bool:
         raise ValueError("expected (B, R, D) states twice and a (B, R) bool mask, found "
                          f"{student.shape}, {teacher.shape} and {mask.dtype} {mask.shape}")
     if chunk is None:
@@ -626,9 +626,9 @@ def response_text(chat: Chat, messages: list, prompt: str, response: str) -> str
     said = prompt.removeprefix(without_block) + text  # responses may bring the block that is open
     fits = whole.startswith(start) and single_spaced(response) in single_spaced(said)
     if block:
+        closing = block[1].replace("<", "</")
         closings = 0 if block[2] else 1  # the text closes what the prompt leaves open
-        fits = fits and text.count(f"</{block[1][1:]}") == closings
-        fits = fits and not text.lstrip().startswith(block[1])
+        fits = fits and text.count(closing) == closings and not text.lstrip().startswith(block[1])
     if not fits or not response.strip():
         raise Refused("expected a response with text, and a template that shows it as the model "
                       "says it, behind the prompt: have it sampled, or turn thinking off with "
@@ -657,16 +657,11 @@ def check_ids(ids, response: str | None, chat: Chat):
         raise Refused("expected ids that are the completion's, with this model's tokenizer, found "
                       "others: to encode the text anew, --ignore ids")
 
-def check_same_end(chat: Chat, teacher_messages: list, student_messages: list):
-    """Raises Refused if the prompts go on differently behind a last turn of the user's, where the
-    response has to stand: some system prompts make a template turn thinking off."""
-    ends = []
-    for messages in (teacher_messages, student_messages):
-        text = chat.render([*messages[:-1], ANY_TURN])
-        ends.append(text.rpartition(ANY_TURN["content"])[2])
-    if ends[0] != ends[1]:
-        raise Refused(f"expected both prompts to end alike, found {ends[0]!r} and {ends[1]!r}: set "
-                      "with --template-kwargs what the prompt sets")
+@functools.cache  # rows share their prompt
+def prompt_end(chat: Chat, system: str) -> str:
+    """What the template puts behind a user's turn under this system message, or under none."""
+    start = [{"role": "system", "content": system}] if system else []
+    return chat.render([*start, ANY_TURN]).rpartition(ANY_TURN["content"])[2]
 
 def build_example(where: str, messages: list, response, ids, chat: Chat, args) -> RowExample:
     """One (messages, response), with its ids if the row has them -> the ids of both sides."""
@@ -684,7 +679,11 @@ def build_example(where: str, messages: list, response, ids, chat: Chat, args) -
     teacher_text = chat.render(messages)
     teacher_prompt = chat.encode(teacher_text)
     student_prompt = chat.encode(chat.render(student_messages))
-    check_same_end(chat, messages, student_messages)
+    # Some system prompts make a template turn thinking off, and would for the teacher alone.
+    ends = prompt_end(chat, messages[0]["content"]), prompt_end(chat, args.student_prompt)
+    if ends[0] != ends[1]:
+        raise Refused(f"expected both prompts to end alike, found {ends[0]!r} and {ends[1]!r}: set "
+                      "with --template-kwargs what the prompt sets")
 
     if ids is not None:
         check_ids(ids, response, chat)
@@ -902,6 +901,7 @@ def load_model(args) -> tuple:
     if without:
         kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in without}
         print(f"without LoRA: {', '.join(sorted(kinds))}")
+
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
         if isinstance(module, peft.tuners.lora.LoraLayer):
             raise Refused("expected --target-modules without the embeddings and the head")
